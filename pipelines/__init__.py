@@ -1,0 +1,1 @@
+"""The offline jobs, in the order of the flow: generate (Ray Data), train (Ray Train), evaluate."""

@@ -1,0 +1,1 @@
+"""The decode engine: slots of KV cache, rows, rounds. Runs without Ray."""

@@ -1,0 +1,162 @@
+"""A toy target (two layers, byte vocabulary) and test drafters that are always right, always wrong, half right, random."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafters import random_stream
+from drafters.drafter import DraftReply, DraftRequest, SparseProbs
+
+VOCAB = 256
+
+
+def toy_config(**changes) -> LlamaConfig:
+    """Two layers of width 32 over a byte vocabulary; `changes` override single fields."""
+    fields = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        initializer_range=0.35,  # wide enough for peaked, varied continuations
+    )
+    return LlamaConfig(**(fields | changes))
+
+
+def toy_model(seed: int = 0, **changes) -> LlamaForCausalLM:
+    """A random toy target in fp32, the same for the same seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(toy_config(**changes)).eval()
+
+
+def toy_prompts(count: int, seed: int = 0, low: int = 3, high: int = 20) -> list[list[int]]:
+    """`count` random byte prompts of `low` to `high` tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(low, high + 1)).tolist() for _ in range(count)]
+
+
+class _TargetDrafter:
+    """Drafts with the target itself, re-reading each sequence from its tokens: slow, and exactly right."""
+
+    name = "toy"
+    target_layer_ids: tuple[int, ...] = ()
+    max_draft_tokens = 8
+
+    def __init__(self, model: LlamaForCausalLM):
+        self.model = model
+        self.sequences: dict[int, tuple[int, dict[int, int]]] = {}  # slot -> (epoch, position -> token)
+
+    def allocate(self, num_slots: int, max_len: int) -> None:
+        self.sequences.clear()
+
+    def _observe(self, request: DraftRequest) -> list[list[int]]:
+        sequences, offset, tokens = [], 0, request.tokens_N.tolist()
+        for slot, epoch, count, start in zip(
+            request.slots, request.epochs, request.counts, request.starts, strict=True
+        ):
+            known_epoch, known = self.sequences.get(slot, (None, {}))
+            if known_epoch != epoch:
+                assert start == 0, "an epoch starts at position 0"
+                known = {}
+            assert len(known) == start, "pairs must continue where the last request ended"
+            known.update({start + 1 + i: tokens[offset + i] for i in range(count)})
+            self.sequences[slot] = (epoch, known)
+            sequences.append([known[p] for p in sorted(known)])
+            offset += count
+        assert offset == len(tokens)
+        return sequences
+
+    @torch.inference_mode()
+    def _continue(self, tokens: list[int], first: int | None, count: int) -> list[int]:
+        ids = [first if first is not None else 0, *tokens]
+        out = []
+        for _ in range(count):
+            token = int(self.model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+            out.append(token)
+        return out
+
+    def _spoil(self, drafts_BK: torch.Tensor) -> torch.Tensor:
+        return drafts_BK
+
+    def draft(self, request: DraftRequest) -> DraftReply:
+        sequences = self._observe(request)
+        drafts = [self._continue(s, self.first_token(s), request.num_draft_tokens) for s in sequences]
+        drafts_BK = torch.tensor(drafts, dtype=torch.int64).reshape(len(sequences), request.num_draft_tokens)
+        return DraftReply(tokens_BK=self._spoil(drafts_BK))
+
+    prompts: dict[tuple[int, ...], int]
+
+    def first_token(self, tokens: list[int]) -> int:
+        """The token at position 0, which no pair carries: looked up by the prompt's remaining tokens."""
+        for rest, first in getattr(self, "prompts", {}).items():
+            if tuple(tokens[: len(rest)]) == rest:
+                return first
+        return 0
+
+    def knows(self, prompts: list[list[int]]) -> _TargetDrafter:
+        """Tell the drafter which prompts will come."""
+        self.prompts = {tuple(p[1:]): p[0] for p in sorted(prompts, key=len, reverse=True)}
+        return self
+
+
+class AlwaysRight(_TargetDrafter):
+    """Proposes the target's own greedy continuation."""
+
+    name = "always-right"
+
+
+class AlwaysWrong(_TargetDrafter):
+    """Proposes another token than the target's argmax, everywhere."""
+
+    name = "always-wrong"
+
+    def _spoil(self, drafts_BK: torch.Tensor) -> torch.Tensor:
+        return (drafts_BK + 1) % VOCAB
+
+
+class HalfRight(_TargetDrafter):
+    """Right in even slots of a draft, wrong in odd ones."""
+
+    name = "half-right"
+
+    def _spoil(self, drafts_BK: torch.Tensor) -> torch.Tensor:
+        wrong = torch.arange(drafts_BK.shape[1]) % 2 == 1
+        return torch.where(wrong, (drafts_BK + 1) % VOCAB, drafts_BK)
+
+
+class RandomProposer(_TargetDrafter):
+    """Samples every draft from a fixed distribution over a few candidates, and hands that distribution over."""
+
+    name = "random"
+
+    def __init__(self, model: LlamaForCausalLM, candidates: int = 16, seed: int = 0):
+        super().__init__(model)
+        rng = np.random.default_rng(seed)
+        self.ids = rng.choice(VOCAB, candidates, replace=False)
+        self.probs = rng.dirichlet(np.ones(candidates))
+
+    def draft(self, request: DraftRequest) -> DraftReply:
+        self._observe(request)
+        batch, num = len(request.slots), request.num_draft_tokens
+        anchors = np.array([s + c for s, c in zip(request.starts, request.counts, strict=True)])
+        positions = anchors[:, None] + 1 + np.arange(num)[None, :]
+        seeds = np.broadcast_to(np.array(request.seeds)[:, None], positions.shape)
+        u = random_stream.uniforms(seeds, positions, random_stream.DRAFT)
+        choice = np.minimum(np.searchsorted(np.cumsum(self.probs), u), len(self.ids) - 1)
+        return DraftReply(
+            tokens_BK=torch.from_numpy(self.ids[choice]).reshape(batch, num),
+            probs=SparseProbs(
+                ids_BKC=torch.from_numpy(self.ids).expand(batch, num, -1),
+                probs_BKC=torch.from_numpy(self.probs).expand(batch, num, -1),
+            ),
+        )
