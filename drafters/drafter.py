@@ -26,6 +26,7 @@ class DraftRequest:
     epochs: list[int]  # B, grows whenever a slot is handed to another sequence; state of an older epoch is void
     counts: list[int]  # B, pairs of each sequence, at least 1 each
     starts: list[int]  # B, position p of the first pair of each sequence
+    first_tokens: list[int]  # B, the token at position 0 of each sequence, which no pair carries
     tokens_N: Tensor  # int64, the token at p + 1
     features_NF: Tensor | None  # the tapped hidden states at p, concatenated over layers; None if the drafter taps none
     num_draft_tokens: int  # drafts wanted per sequence (K); 0: only take note of the pairs

@@ -60,14 +60,14 @@ class _TargetDrafter:
 
     def _observe(self, request: DraftRequest) -> list[list[int]]:
         sequences, offset, tokens = [], 0, request.tokens_N.tolist()
-        for slot, epoch, count, start in zip(
-            request.slots, request.epochs, request.counts, request.starts, strict=True
+        for slot, epoch, count, start, first in zip(
+            request.slots, request.epochs, request.counts, request.starts, request.first_tokens, strict=True
         ):
             known_epoch, known = self.sequences.get(slot, (None, {}))
             if known_epoch != epoch:
                 assert start == 0, "an epoch starts at position 0"
-                known = {}
-            assert len(known) == start, "pairs must continue where the last request ended"
+                known = {0: first}
+            assert len(known) == start + 1, "pairs must continue where the last request ended"
             known.update({start + 1 + i: tokens[offset + i] for i in range(count)})
             self.sequences[slot] = (epoch, known)
             sequences.append([known[p] for p in sorted(known)])
@@ -76,9 +76,8 @@ class _TargetDrafter:
         return sequences
 
     @torch.inference_mode()
-    def _continue(self, tokens: list[int], first: int | None, count: int) -> list[int]:
-        ids = [first if first is not None else 0, *tokens]
-        out = []
+    def _continue(self, tokens: list[int], count: int) -> list[int]:
+        ids, out = list(tokens), []
         for _ in range(count):
             token = int(self.model(torch.tensor([ids])).logits[0, -1].argmax())
             ids.append(token)
@@ -90,23 +89,9 @@ class _TargetDrafter:
 
     def draft(self, request: DraftRequest) -> DraftReply:
         sequences = self._observe(request)
-        drafts = [self._continue(s, self.first_token(s), request.num_draft_tokens) for s in sequences]
+        drafts = [self._continue(s, request.num_draft_tokens) for s in sequences]
         drafts_BK = torch.tensor(drafts, dtype=torch.int64).reshape(len(sequences), request.num_draft_tokens)
         return DraftReply(tokens_BK=self._spoil(drafts_BK))
-
-    prompts: dict[tuple[int, ...], int]
-
-    def first_token(self, tokens: list[int]) -> int:
-        """The token at position 0, which no pair carries: looked up by the prompt's remaining tokens."""
-        for rest, first in getattr(self, "prompts", {}).items():
-            if tuple(tokens[: len(rest)]) == rest:
-                return first
-        return 0
-
-    def knows(self, prompts: list[list[int]]) -> _TargetDrafter:
-        """Tell the drafter which prompts will come."""
-        self.prompts = {tuple(p[1:]): p[0] for p in sorted(prompts, key=len, reverse=True)}
-        return self
 
 
 class AlwaysRight(_TargetDrafter):
