@@ -1,0 +1,214 @@
+"""The target: its config, tokenizer and weights from a local folder, and the fingerprint that ties drafters to it.
+
+In: a spec as `resolve_target` takes it, or the folder that it returns. Out: `Target` (no weights), the model itself, or
+the few tensors that drafters borrow. Every stage of the command line starts here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from drafters.target_source import (
+    Progress,
+    TargetError,
+    quiet_transformers,
+    resolve_target,
+    safetensors_header,
+    sampled_digest,
+    tokenizer_files,
+    weight_files,
+)
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+__all__ = [
+    "SharedWeights",
+    "Target",
+    "TargetError",
+    "chat_template_hash",
+    "default_target_layer_ids",
+    "load_model",
+    "load_target",
+    "resolve_target",
+    "shared_weights",
+    "target_fingerprint",
+    "tokenizer_hash",
+]
+
+# Keys of config.json that say how a file was written and not what the model computes.
+_UNRELATED_KEYS = ("transformers_version", "dtype", "torch_dtype", "use_cache", "name_or_path", "quantization_config")
+
+_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight")
+_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
+_FINAL_NORM = re.compile(
+    r"((model|transformer|gpt_neox|language_model|decoder)\.)*(norm|ln_f|final_layer_?norm)\.weight"
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target without its weights."""
+
+    path: Path  # local folder
+    config: PretrainedConfig
+    tokenizer: Any  # of transformers
+    eos_token_ids: tuple[int, ...]  # ascending; each ends a sequence
+    generation_config: GenerationConfig
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that the target's positions cover."""
+        return int(self.config.get_text_config().max_position_embeddings)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
+    def width(self) -> int:
+        return int(self.config.get_text_config().hidden_size)
+
+
+def load_target(spec: str, *, cache_dir: Path | None = None, on_progress: Progress | None = None) -> Target:
+    """Config and tokenizer of a target; cheap, since no weights are read. Raises TargetError."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    path = resolve_target(spec, cache_dir=cache_dir, on_progress=on_progress)
+    with quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except Exception as error:  # transformers raises a dozen kinds for files that it cannot make sense of
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TargetError(f"target {path} cannot be loaded ({reason}); check the folder's config") from error
+        if (path / "generation_config.json").exists():
+            generation = GenerationConfig.from_pretrained(path)
+        else:
+            generation = GenerationConfig.from_model_config(config)
+    return Target(path, config, tokenizer, _eos_token_ids(generation, config, tokenizer), generation)
+
+
+def _eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """What the generation config names (else the config), and the tokenizer's own: templates end a turn with that."""
+    named = generation.eos_token_id
+    if named is None:
+        named = config.get_text_config().eos_token_id
+    ids = set(named if isinstance(named, (list, tuple)) else [named]) | {tokenizer.eos_token_id}
+    return tuple(sorted(int(i) for i in ids if i is not None))
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """The whole target, in eval mode and without gradients."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers():
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def tokenizer_hash(path: Path) -> str:
+    """sha256 over the files that define token ids."""
+    digest = hashlib.sha256()
+    for file in tokenizer_files(path):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def chat_template_hash(path: Path) -> str:
+    """sha256 over the chat template, wherever the folder keeps it; of the empty text if there is none."""
+    template: Any = ""
+    jinja, config = path / "chat_template.jinja", path / "tokenizer_config.json"
+    if jinja.exists():
+        template = jinja.read_text(encoding="utf-8")
+    elif config.exists():
+        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") or ""
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def target_fingerprint(path: Path, target_layer_ids: Sequence[int] = ()) -> str:
+    """Hash of what makes a drafter valid for a target: config, tokenizer, chat template, weights, tapped layers.
+
+    Weights count by tensor names, shapes, dtypes and bytes sampled over each file, so that 140 GB take a moment.
+    """
+    weights = []
+    for file in weight_files(path):
+        header, start = safetensors_header(file)
+        tensors = sorted((name, entry["dtype"], entry["shape"]) for name, entry in header.items())
+        weights.append([tensors, sampled_digest(file, start)])
+    parts = {
+        "config": _normalised(json.loads((path / "config.json").read_text(encoding="utf-8"))),
+        "tokenizer": tokenizer_hash(path),
+        "chat_template": chat_template_hash(path),
+        "weights": weights,
+        "target_layer_ids": list(target_layer_ids),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _normalised(config: Any) -> Any:
+    if isinstance(config, dict):
+        kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _UNRELATED_KEYS}
+        return {key: _normalised(value) for key, value in kept.items()}
+    return [_normalised(item) for item in config] if isinstance(config, list) else config
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """What drafters borrow from the target, frozen."""
+
+    embedding_VD: Tensor
+    lm_head_VD: Tensor  # the same tensor as the embedding where the target ties them
+    final_norm_D: Tensor  # weight of the RMSNorm before the LM head
+    rms_eps: float
+
+
+def shared_weights(path: Path, dtype: torch.dtype) -> SharedWeights:
+    """Embedding, LM head and final norm, read from the safetensors files without building the model."""
+    from safetensors import safe_open
+
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = config | config.get("text_config", {})
+    if str(config["model_type"]).startswith("gemma"):
+        # its norm multiplies by 1 + weight and its embeddings are scaled: borrowed as they are, they would be wrong
+        raise TargetError(
+            f"target {path} is of the {config['model_type']} family, whose norms drafters do not share yet"
+        )
+    files = {name: file for file in weight_files(path) for name in safetensors_header(file)[0]}
+
+    def read(pattern: re.Pattern[str]) -> Tensor | None:
+        for name in sorted(files, key=len):
+            if pattern.fullmatch(name):
+                with safe_open(files[name], framework="pt") as opened:
+                    return opened.get_tensor(name).to(dtype)
+        return None
+
+    embedding, norm = read(_EMBEDDING), read(_FINAL_NORM)
+    if embedding is None or norm is None:
+        lacking = "embedding" if embedding is None else "final norm"
+        raise TargetError(f"target {path} has no {lacking} under a known name; its architecture is not supported")
+    head = None if config.get("tie_word_embeddings") else read(_HEAD)
+    return SharedWeights(embedding, embedding if head is None else head, norm, float(config.get("rms_norm_eps", 1e-6)))
+
+
+def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Layers to tap, spread as DFlash does: round(1 + i (L - 4) / (n - 1)). Shallow targets get what they have."""
+    count = min(num_taps, num_layers)
+    if count <= 0:
+        return ()
+    if count == 1:
+        return (num_layers // 2,)
+    ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+    if len(set(ids)) < count or not 0 <= min(ids) <= max(ids) < num_layers:
+        ids = [round(i * (num_layers - 1) / (count - 1)) for i in range(count)]
+    return tuple(sorted(ids))
