@@ -1,0 +1,28 @@
+"""Fixtures that several folders share: a toy target on disk, one local Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.toy_folder import save_toy_target
+
+
+@pytest.fixture(scope="session")
+def toy_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy target's folder. Read-only: tests that change it make their own with `save_toy_target`."""
+    return save_toy_target(tmp_path_factory.mktemp("targets") / "toy")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray cluster of 8 logical CPUs for the whole test run."""
+    import ray
+
+    from pipelines.ray_session import start_ray
+
+    start_ray(num_cpus=8)
+    yield
+    ray.shutdown()
