@@ -62,6 +62,7 @@ class RowsBackend(Protocol):
     num_slots: int
     max_len: int  # tokens that fit into a slot
     vocab_size: int
+    hidden_size: int  # width of one tap
     target_layer_ids: tuple[int, ...]  # tapped layers, counted from 0 at the first decoder layer's output
 
     def forward(self, rows: Rows) -> RowsOutput:

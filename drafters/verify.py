@@ -1,0 +1,89 @@
+"""Accept or reject drafts, as pure tensor functions: target tokens or probabilities in, accepted lengths and the bonus token out.
+
+Shapes: B sequences, K drafts, V vocabulary, C candidates of a sparse distribution. Row j of the target's K + 1 rows is
+the distribution of the token in draft position j (0-based); row K gives the token after all drafts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters.drafter import SparseProbs
+
+
+class Verdict(NamedTuple):
+    """What a round decided: sequence b emits its first `accepted_B[b]` drafts, then `bonus_B[b]`."""
+
+    accepted_B: Tensor  # int64, 0..counts
+    bonus_B: Tensor  # int64, the target's correction, or its extra token when every draft was accepted
+
+
+def verify_tokens(target_tokens_BJ: Tensor, drafts_BK: Tensor, counts_B: Tensor) -> Verdict:
+    """Keep drafts while they equal the target's own token; the first other one is replaced by it. J = K + 1.
+
+    With the target's argmax this is greedy verification. With tokens sampled from the target, one independent draw per
+    position, it is the rejection rule for a drafter that proposes its argmax (one-hot draft_probs) in coupled form: a
+    draft x is kept with probability target_probs[x], and given a rejection the emitted token is distributed as
+    target_probs without x.
+    """
+    num = drafts_BK.shape[1]
+    position_K = torch.arange(num, device=drafts_BK.device)
+    match_BK = (drafts_BK == target_tokens_BJ[:, :num]) & (position_K[None, :] < counts_B[:, None])
+    accepted_B = match_BK.long().cumprod(dim=1).sum(dim=1)
+    bonus_B = target_tokens_BJ.gather(1, accepted_B[:, None])[:, 0]
+    return Verdict(accepted_B, bonus_B)
+
+
+def verify_sampled(
+    target_probs_BJV: Tensor,
+    drafts_BK: Tensor,
+    draft_probs: SparseProbs,
+    counts_B: Tensor,
+    accept_uniforms_BK: Tensor,
+    bonus_uniforms_BJ: Tensor,
+) -> Verdict:
+    """Rejection sampling for drafts drawn from `draft_probs` (Leviathan et al. 2023, algorithm 1; Chen et al. 2023).
+
+    Draft x is accepted with probability min(1, target_probs[x] / draft_probs[x]); at the first rejection the token is
+    drawn from normalise(max(target_probs - draft_probs, 0)), and from the next target row when all were accepted.
+    Uniforms are independent in [0, 1). The emitted tokens are distributed as the target's, whatever the drafter.
+    """
+    batch, num = drafts_BK.shape
+    target_of_draft_BK = target_probs_BJV[:, :num].gather(2, drafts_BK[:, :, None])[:, :, 0]
+    is_draft_BKC = draft_probs.ids_BKC == drafts_BK[:, :, None]
+    draft_of_draft_BK = (draft_probs.probs_BKC.to(target_probs_BJV) * is_draft_BKC).sum(dim=2)
+    accept_BK = accept_uniforms_BK * draft_of_draft_BK < target_of_draft_BK
+    accept_BK &= torch.arange(num, device=drafts_BK.device)[None, :] < counts_B[:, None]
+    accepted_B = accept_BK.long().cumprod(dim=1).sum(dim=1)
+
+    rows_B = torch.arange(batch, device=drafts_BK.device)
+    probs_BV = target_probs_BJV[rows_B, accepted_B]
+    rejected_B = accepted_B < counts_B
+    if num:
+        at_B = accepted_B.clamp(max=num - 1)
+        minus_BC = draft_probs.probs_BKC[rows_B, at_B].to(probs_BV) * rejected_B[:, None]
+        probs_BV = residual(probs_BV, draft_probs.ids_BKC[rows_B, at_B], minus_BC)
+    bonus_B = sample(probs_BV, bonus_uniforms_BJ[rows_B, accepted_B])
+    return Verdict(accepted_B, bonus_B)
+
+
+def residual(target_probs_BV: Tensor, draft_ids_BC: Tensor, draft_probs_BC: Tensor) -> Tensor:
+    """max(target_probs - draft_probs, 0), not normalised. Where nothing is left (equal distributions, so that a
+    rejection is a matter of rounding) the target's own distribution is returned."""
+    left_BV = target_probs_BV.scatter_add(1, draft_ids_BC, -draft_probs_BC).clamp_(min=0)
+    empty_B1 = left_BV.sum(dim=1, keepdim=True) <= 0
+    return torch.where(empty_B1, target_probs_BV, left_BV)
+
+
+def sample(weights_NV: Tensor, uniforms_N: Tensor) -> Tensor:
+    """One token per row by inverting the cumulative sum of non-negative weights (not necessarily normalised), in float64.
+
+    A token of weight 0 is never returned.
+    """
+    cdf_NV = weights_NV.double().cumsum(dim=1)
+    total_N1 = cdf_NV[:, -1:]
+    threshold_N1 = torch.minimum(uniforms_N[:, None] * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
+    return torch.searchsorted(cdf_NV, threshold_N1, right=True)[:, 0]
