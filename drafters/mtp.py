@@ -1,0 +1,271 @@
+"""MTP drafters: K independent residual heads, or one recursive head that is applied K times.
+
+Indexing, for both: pair p joins the target's features at position p with the verified token at p + 1 (which the
+target's own LM head has already given). Step k = 1..K predicts the token at p + 1 + k. Steps run over the draft
+vocabulary, a part of the target's; the embedding and (unless it has its own) the LM head are the target's, frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.target import SharedWeights
+from drafters.training_batch import IGNORED, TrainingBatch
+
+Kind = Literal["recursive", "independent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """Shape of an MTP drafter. The target's dimensions come first."""
+
+    kind: Kind = "recursive"
+    hidden_size: int  # of the target (D)
+    vocab_size: int  # of the target (V)
+    target_layer_ids: tuple[int, ...]  # tapped layers; independent heads read the last of them only
+    num_steps: int = 5  # K, the drafts it is trained for
+    draft_vocab_size: int  # tokens that can be drafted; vocab_size for all
+    own_lm_head: bool = False  # independent heads: a projection of their own instead of the target's LM head
+    expansion: int = 4  # independent heads: width of the MLP over hidden_size (e)
+    dropout: float = 0.0  # independent heads
+    num_attention_heads: int = 8  # recursive head
+    num_key_value_heads: int = 8
+    head_dim: int = 64
+    intermediate_size: int = 1024
+    rope_theta: float = 10000.0
+    rms_eps: float = 1e-5
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as plain JSON values."""
+        return asdict(self) | {"target_layer_ids": list(self.target_layer_ids)}
+
+
+class MtpModule(nn.Module):
+    """What both kinds share: the borrowed weights, the draft vocabulary, labels."""
+
+    draft_vocab_ids: Tensor  # int64 [draft_vocab_size], ascending token ids
+    embedding_VD: Tensor
+    lm_head_WD: Tensor  # rows of the target's LM head for the draft vocabulary
+
+    def __init__(self, config: MtpConfig):
+        super().__init__()
+        self.config = config
+        self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
+        self.register_buffer("embedding_VD", torch.empty(0), persistent=False)
+        self.register_buffer("lm_head_WD", torch.empty(0), persistent=False)
+        self.register_buffer("index_of_token_V", torch.empty(0, dtype=torch.int64), persistent=False)
+
+    def bind(self, shared: SharedWeights) -> None:
+        """Borrow the target's embedding and LM head; call again after `draft_vocab_ids` changed."""
+        if tuple(shared.embedding_VD.shape) != (self.config.vocab_size, self.config.hidden_size):
+            raise ValueError(
+                f"the target's embedding is {tuple(shared.embedding_VD.shape)}, the drafter was made for "
+                f"({self.config.vocab_size}, {self.config.hidden_size}); load it with its own target"
+            )
+        self.embedding_VD = shared.embedding_VD
+        whole = len(self.draft_vocab_ids) == self.config.vocab_size
+        self.lm_head_WD = shared.lm_head_VD if whole else shared.lm_head_VD[self.draft_vocab_ids.cpu()].contiguous()
+        index = torch.full((self.config.vocab_size,), IGNORED, dtype=torch.int64)
+        index[self.draft_vocab_ids.cpu()] = torch.arange(len(self.draft_vocab_ids))
+        self.index_of_token_V = index
+
+    def draft_labels(self, labels: Tensor) -> Tensor:
+        """Token ids as indices into the draft vocabulary; IGNORED where unknown or outside it."""
+        return torch.where(labels == IGNORED, IGNORED, self.index_of_token_V[labels.clamp(min=0)])
+
+    def forward(self, batch: TrainingBatch) -> Tensor:
+        """Logits [B, A, K, W] of all steps at all anchors over the draft vocabulary (W)."""
+        raise NotImplementedError
+
+
+class ResidualHead(nn.Module):
+    """h + MLP(h), MLP = LayerNorm, Linear(D, eD), SiLU, Dropout, Linear(eD, D), LayerNorm."""
+
+    def __init__(self, config: MtpConfig):
+        super().__init__()
+        width, inner = config.hidden_size, config.expansion * config.hidden_size
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, inner),
+            nn.SiLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(inner, width),
+            nn.LayerNorm(width),
+        )
+        nn.init.zeros_(self.mlp[5].weight)  # starts as the identity: the head then says what the target's LM head says
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return hidden + self.mlp(hidden)
+
+
+class IndependentHeads(MtpModule):
+    """K heads on the target's last tapped hidden state at p; head k predicts the token at p + 1 + k by itself."""
+
+    def __init__(self, config: MtpConfig):
+        super().__init__(config)
+        self.heads = nn.ModuleList(ResidualHead(config) for _ in range(config.num_steps))
+        self.register_buffer("final_norm_D", torch.ones(config.hidden_size), persistent=False)
+        self.lm_heads = None
+        if config.own_lm_head:
+            shape = (config.num_steps, config.draft_vocab_size, config.hidden_size)
+            self.lm_heads = nn.Parameter(torch.empty(shape))
+
+    def bind(self, shared: SharedWeights) -> None:
+        super().bind(shared)
+        self.final_norm_D = shared.final_norm_D
+
+    def start_from_target(self) -> None:
+        """Own LM heads start as copies of the target's."""
+        if self.lm_heads is not None:
+            with torch.no_grad():
+                self.lm_heads.copy_(self.lm_head_WD.expand_as(self.lm_heads))
+
+    def step_logits(self, features_NF: Tensor) -> Tensor:
+        """[N, K, W] logits of all heads from features [N, taps * D]."""
+        width = self.config.hidden_size
+        hidden_ND = F.rms_norm(features_NF[:, -width:], (width,), self.final_norm_D, self.config.rms_eps)
+        hidden_NKD = torch.stack([head(hidden_ND) for head in self.heads], dim=1)
+        if self.lm_heads is not None:
+            return torch.einsum("nkd,kwd->nkw", hidden_NKD, self.lm_heads)
+        return F.linear(hidden_NKD, self.lm_head_WD)
+
+    def forward(self, batch: TrainingBatch) -> Tensor:
+        rows = torch.arange(len(batch.ids_BT), device=batch.ids_BT.device)[:, None]
+        features = batch.features_BTF[rows, batch.anchors_BA]
+        return self.step_logits(features.flatten(0, 1)).unflatten(0, batch.anchors_BA.shape)
+
+
+class RecursiveHead(MtpModule):
+    """One transformer layer over [embedding of the last token ; hidden], applied K times with shared weights.
+
+    Step 1 runs over every verified pair and leaves its keys and values behind: the context. Step k > 1 takes the
+    embedding of the token that step k - 1 drafted and that step's output as hidden, and sees the context up to its
+    anchor and the steps before it. Compare EAGLE-3 (Li et al. 2025): features fused from several layers, and training
+    unrolled over the drafter's own outputs.
+    """
+
+    def __init__(self, config: MtpConfig):
+        super().__init__(config)
+        width, dim = config.hidden_size, config.head_dim
+        self.tap_norm = nn.Parameter(torch.ones(len(config.target_layer_ids), width))
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.embedding_norm = nn.RMSNorm(width, eps=config.rms_eps)
+        self.hidden_norm = nn.RMSNorm(width, eps=config.rms_eps)
+        self.input_proj = nn.Linear(2 * width, width, bias=False)
+        self.attention_norm = nn.RMSNorm(width, eps=config.rms_eps)
+        self.q_proj = nn.Linear(width, config.num_attention_heads * dim, bias=False)
+        self.kv_proj = nn.Linear(width, 2 * config.num_key_value_heads * dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width, eps=config.rms_eps)
+        self.gate_up_proj = nn.Linear(width, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, width, bias=False)
+        self.norm = nn.RMSNorm(width, eps=config.rms_eps)
+        inverse = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        self.register_buffer("inverse_frequency", inverse, persistent=False)
+        nn.init.constant_(self.norm.weight, 0.3)  # tied heads are scaled for the target's own norm: start with mild logits
+
+    # -- the parts, on rows [..., width] ------------------------------------------------------------------------------
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Tapped features [..., taps * D] -> hidden [..., D]; every tap is normalised by itself."""
+        taps, width = self.tap_norm.shape
+        parts = F.rms_norm(features.unflatten(-1, (taps, width)), (width,), None, self.config.rms_eps)
+        return self.fc((parts * self.tap_norm).flatten(-2))
+
+    def enter(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's input [..., D] from token ids and hidden states."""
+        embedded = self.embedding_norm(F.embedding(tokens, self.embedding_VD))
+        return self.input_proj(torch.cat([embedded, self.hidden_norm(hidden)], dim=-1))
+
+    def keys_values(self, normed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values [..., kv_heads, head_dim]."""
+        key, value = self.kv_proj(normed).unflatten(-1, (2, -1, self.config.head_dim)).unbind(dim=-3)
+        return self.rotate(key, positions), value
+
+    def queries(self, normed: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries [..., heads, head_dim]."""
+        return self.rotate(self.q_proj(normed).unflatten(-1, (-1, self.config.head_dim)), positions)
+
+    def leave(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Residual output [..., D] from the layer's input and the attention output [..., heads, head_dim]."""
+        x = x + self.o_proj(attended.flatten(-2))
+        gate, up = self.gate_up_proj(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., W] over the draft vocabulary."""
+        return F.linear(self.norm(hidden), self.lm_head_WD)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary embedding of [..., heads, head_dim] at integer positions [...]."""
+        angle = positions[..., None].float() * self.inverse_frequency
+        cos, sin = angle.cos()[..., None, :].to(x.dtype), angle.sin()[..., None, :].to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: TrainingBatch) -> Tensor:
+        device = batch.ids_BT.device
+        positions_T = torch.arange(batch.ids_BT.shape[1], device=device)
+        tokens_BT = batch.ids_BT.roll(-1, dims=1)  # the token at p + 1
+        x_BTD = self.enter(tokens_BT, self.fuse(batch.features_BTF))
+        context_k, context_v = self.keys_values(self.attention_norm(x_BTD), positions_T.expand_as(tokens_BT))
+
+        rows_B1 = torch.arange(len(tokens_BT), device=device)[:, None]
+        anchors = batch.anchors_BA
+        blocked_BAT = positions_T > anchors[:, :, None]
+        x_BAD = x_BTD[rows_B1, anchors]
+        own_keys: list[Tensor] = []  # of steps 2.., [B, A, kv_heads, head_dim]
+        own_values: list[Tensor] = []
+        outputs = []
+        for k in range(self.config.num_steps):
+            positions_BA = anchors + k
+            normed = self.attention_norm(x_BAD)
+            if k > 0:
+                key, value = self.keys_values(normed, positions_BA)
+                own_keys.append(key)
+                own_values.append(value)
+            query = self.queries(normed, positions_BA)
+            attended = _attend_steps(query, context_k, context_v, blocked_BAT, own_keys, own_values)
+            hidden_BAD = self.leave(x_BAD, attended)
+            outputs.append(hidden_BAD)
+            if k + 1 < self.config.num_steps:
+                following = batch.ids_BT[rows_B1, (anchors + k + 2).clamp(max=batch.ids_BT.shape[1] - 1)]
+                x_BAD = self.enter(following, hidden_BAD)
+        return self.logits(torch.stack(outputs, dim=2))
+
+
+def _attend_steps(
+    query_BAHD: Tensor,
+    context_k: Tensor,  # [B, T, kv_heads, head_dim]
+    context_v: Tensor,
+    blocked_BAT: Tensor,
+    own_keys: list[Tensor],
+    own_values: list[Tensor],
+) -> Tensor:
+    """Attention of one step: each anchor sees the context that is not blocked, and its own earlier steps."""
+    heads, kv_heads, dim = query_BAHD.shape[2], context_k.shape[2], query_BAHD.shape[3]
+    query = query_BAHD.unflatten(2, (kv_heads, heads // kv_heads)) * dim**-0.5
+    scores = torch.einsum("bakgd,btkd->bakgt", query, context_k).float()
+    scores = scores.masked_fill(blocked_BAT[:, :, None, None, :], float("-inf"))
+    length = scores.shape[-1]
+    if own_keys:
+        keys = torch.stack(own_keys, dim=2)  # [B, A, steps, kv_heads, head_dim]
+        scores = torch.cat([scores, torch.einsum("bakgd,baskd->bakgs", query, keys).float()], dim=-1)
+    weights = torch.softmax(scores, dim=-1).to(context_v.dtype)
+    out = torch.einsum("bakgt,btkd->bakgd", weights[..., :length], context_v)
+    if own_values:
+        out = out + torch.einsum("bakgs,baskd->bakgd", weights[..., length:], torch.stack(own_values, dim=2))
+    return out.flatten(2, 3)
+
+
+def make_mtp(config: MtpConfig) -> RecursiveHead | IndependentHeads:
+    """A drafter of the configured kind with fresh weights, not bound to a target yet."""
+    return RecursiveHead(config) if config.kind == "recursive" else IndependentHeads(config)
