@@ -1,4 +1,4 @@
-"""Prompt sets that come with the project (NOTICE.md has their origin and licence). Train on one, measure on the other."""
+"""The prompt sets that are shipped; NOTICE.md has their origin and licence. Train on one, measure on the other."""
 
 from __future__ import annotations
 
