@@ -49,9 +49,9 @@ class RecursiveDrafter:
         self._lengths: list[int] = []
 
     def allocate(self, num_slots: int, max_len: int) -> None:
-        """Room for every slot's pairs, and for the drafts that reach past a full slot."""
+        """Room for every slot's pairs, and for drafts and padding that reach past a full slot."""
         config, like = self.module.config, self.module.lm_head_WD
-        shape = (num_slots, max_len + self.max_draft_tokens, config.num_key_value_heads, config.head_dim)
+        shape = (num_slots, max_len + max(self.max_draft_tokens, WIDE), config.num_key_value_heads, config.head_dim)
         self._keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._values = torch.zeros_like(self._keys)
         self._epochs, self._lengths = [-1] * num_slots, [0] * num_slots
