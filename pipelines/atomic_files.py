@@ -1,0 +1,96 @@
+"""Whole files or none, on a local folder or on s3:// (fsspec): what a killed run leaves behind can be trusted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+
+class AtomicFolder:
+    """A folder given by path or URI. Files appear under their name only when they are complete.
+
+    Local files are written under a temporary name in `scratch`, flushed and renamed; object stores take one PUT.
+    """
+
+    def __init__(self, uri: str, scratch: str = "_work"):
+        if "://" not in uri:
+            uri = str(Path(uri).expanduser().absolute())
+        self.uri = uri.rstrip("/")
+        self.scratch = scratch
+        self.fs, root = fsspec.core.url_to_fs(self.uri)
+        self.root = str(root).rstrip("/")
+
+    @property
+    def local(self) -> Path | None:
+        """The folder's path if it is local."""
+        return Path(self.root) if isinstance(self.fs, LocalFileSystem) else None
+
+    def path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def write(self, name: str, data: Any) -> None:
+        """Write a file (bytes or a buffer) atomically, replacing an older one."""
+        local = self.local
+        if local is None:
+            self.fs.pipe_file(self.path(name), bytes(data))
+            return
+        final = local / name
+        temp = local / self.scratch / f"{final.name}.{uuid.uuid4().hex}.tmp"
+        for folder in (temp.parent, final.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with temp.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temp, final)
+        finally:
+            temp.unlink(missing_ok=True)
+        _sync_folder(final.parent)
+
+    def read(self, name: str) -> bytes:
+        """The file's bytes. Raises FileNotFoundError."""
+        return bytes(self.fs.cat_file(self.path(name)))
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, or None if it does not exist."""
+        try:
+            return int(self.fs.info(self.path(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: str = "") -> list[str]:
+        """Names in the folder (or a sub-folder of it), sorted; none if it does not exist."""
+        self.fs.invalidate_cache()
+        try:
+            entries = self.fs.ls(self.path(folder).rstrip("/"), detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+
+    def clear_scratch(self, only_temporary: bool = False) -> None:
+        """Remove the scratch folder, or only what killed writers left in it."""
+        local = self.local
+        if local is None:
+            if not only_temporary and self.names(self.scratch):
+                self.fs.rm(self.path(self.scratch), recursive=True)
+        elif only_temporary:
+            for file in (local / self.scratch).glob("*.tmp"):
+                file.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(local / self.scratch, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
