@@ -59,7 +59,8 @@ class ApiError(Exception):
     def envelope(self) -> dict[str, Any]:
         """The body: `{"error": {"message", "type", "param", "code"}}`."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": ErrorObject(message=str(self), type=kind, param=self.param, code=self.code).model_dump()}
+        error = ErrorObject(message=str(self), type=kind, param=self.param, code=self.code)
+        return {"error": error.model_dump(exclude_unset=True)}
 
 
 def _encodable(text: str) -> str:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -94,7 +94,7 @@ class AsyncEngine:
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None
-    ) -> AsyncIterator[Progress]:
+    ) -> AsyncGenerator[Progress, None]:
         """Progress of one request, the last with its completion.
 
         Raises RequestError for a request that the engine cannot take, QueueFullError, and EngineError if the engine

@@ -1,0 +1,156 @@
+"""From a request to text and back: prompt -> token ids -> the engine's stream -> text, in pieces as they come.
+
+`openai_api` calls it with validated requests; it knows no HTTP. Chat templates are applied here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+from drafters.acceptance import Acceptance
+from drafters.target import Target
+from serving.api_schema import ApiError, ChatRequest, GenerationRequest, TextRequest
+from serving.detokenize import Detokenizer
+from serving.engine.async_engine import AsyncEngine, EngineError
+from serving.engine.sampling import Sampling
+from serving.metrics import RequestMetrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How an answer ended."""
+
+    finish_reason: Literal["stop", "length"]
+    num_tokens: int  # emitted, up to the one that completed a stop string
+    acceptance: Acceptance
+    drafter: str | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that is safe to show. The first piece comes with the first token, even if there is no text yet."""
+
+    text: str
+    end: End | None = None  # set in the last piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """Sampling where a request says nothing: the target's generation config, else OpenAI's defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @classmethod
+    def of(cls, generation_config: Any) -> Defaults:
+        """Whatever the config leaves open keeps our default. A repetition penalty is named, since it is not applied."""
+        penalty = getattr(generation_config, "repetition_penalty", None)
+        if penalty not in (None, 1.0):
+            log.warning("the target's generation config asks for repetition_penalty %s, which is not applied", penalty)
+        found = {name: getattr(generation_config, name, None) for name in ("temperature", "top_p", "top_k")}
+        return cls(**{name: value for name, value in found.items() if value is not None})
+
+
+class ServedModel:
+    """A target behind its engine, as the endpoints see it."""
+
+    def __init__(self, engine: AsyncEngine, target: Target, *, name: str, max_len: int, metrics: RequestMetrics):
+        self.engine = engine
+        self.name = name
+        self.max_len = max_len
+        self.metrics = metrics
+        self.drafter: dict[str, str | None] = {"name": None, "path": None}  # what /v1/models reports
+        self.defaults = Defaults.of(target.generation_config)
+        self._template = target.tokenizer
+        self._tokenizer: Tokenizer = target.tokenizer.backend_tokenizer
+        self._tokenizer.no_truncation()  # a tokenizer file may ask for it, and would cut prompts silently
+        self._tokenizer.no_padding()
+
+    async def chat_prompt(self, request: ChatRequest) -> list[int]:
+        """Token ids of the messages in the target's chat template."""
+        if not self._template.chat_template:
+            raise ApiError(400, "the model has no chat template; use /v1/completions", param="messages")
+        messages = [message.for_template() for message in request.messages]
+
+        def encode() -> list[int]:
+            text = self._template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+        try:
+            return await asyncio.to_thread(encode)  # a long prompt takes a while, and streams go on meanwhile
+        except Exception as error:  # templates refuse with errors of their own, such as roles that do not alternate
+            raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+
+    async def text_prompt(self, request: TextRequest) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the tokenizer puts around a text."""
+        if isinstance(request.prompt, list):
+            return request.prompt
+        encoding = await asyncio.to_thread(self._tokenizer.encode, request.prompt)
+        return encoding.ids
+
+    def sampling(self, request: GenerationRequest, limit: int | None, prompt: Sequence[int], param: str) -> Sampling:
+        """The engine's parameters. Raises ApiError if the prompt, or the prompt and the limit, exceed the context."""
+        room = self.max_len - len(prompt)
+        if room < 1 or (limit or 0) > room:
+            asked = f" and {limit} of the answer" if limit else ""
+            raise ApiError(
+                400,
+                f"the context holds {self.max_len} tokens, {len(prompt)} of the prompt{asked} do not fit; shorten them",
+                param=param if room < 1 else "max_tokens",
+                code="context_length_exceeded",
+            )
+        given = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+        chosen: dict[str, Any] = vars(self.defaults) | {k: v for k, v in given.items() if v is not None}
+        return Sampling(
+            max_new_tokens=limit or room,
+            temperature=chosen["temperature"],
+            top_p=chosen["top_p"],
+            top_k=max(0, chosen["top_k"]),
+            seed=secrets.randbits(63) if request.seed is None else request.seed,
+        )
+
+    async def answer(
+        self, prompt: Sequence[int], sampling: Sampling, stops: Sequence[str], request_id: str
+    ) -> AsyncGenerator[Piece, None]:
+        """Pieces of text, the last with the end. Leaving early cancels. Raises what `AsyncEngine.stream` raises."""
+        text = Detokenizer(self._tokenizer, stops)
+        cancelled = False
+        with self.metrics.request(len(prompt)) as record:
+            async with aclosing(self.engine.stream(prompt, sampling, request_id)) as stream:
+                async for progress in stream:
+                    first = text.num_tokens == 0
+                    shown = text.push(progress.token_ids)
+                    record.tokens(text.num_tokens)
+                    completion = progress.completion
+                    if completion is not None:
+                        shown += text.finish()
+                        reason = "stop" if text.stopped else completion.finish_reason
+                        if reason not in ("stop", "length"):
+                            raise EngineError(f"the request was {reason} before it was done; send it again")
+                        record.finished(reason)
+                        yield Piece(
+                            shown,
+                            End(
+                                finish_reason="stop" if reason == "stop" else "length",
+                                num_tokens=text.num_tokens,
+                                acceptance=completion.acceptance,
+                                drafter=completion.drafter,
+                            ),
+                        )
+                        return
+                    if text.stopped and not cancelled:
+                        cancelled = True
+                        self.engine.cancel(request_id)
+                    if shown or first:
+                        yield Piece(shown)
