@@ -78,6 +78,7 @@ class RequestMetrics:
         model = ("model_name",)
         self._requests = Counter("request", "Requests by outcome", (*model, "finished_reason"), registry=registry)
         self._refused = Counter("request_refused", "Error responses", (*model, "status"), registry=registry)
+        self._swaps = Counter("drafter_swaps", "Hot swaps by result", (*model, "result"), registry=registry)
         self._prompt_tokens = Counter("prompt_tokens", "Prompt tokens", model, registry=registry).labels(model_name)
         self.generation_tokens = Counter("generation_tokens", "Emitted tokens", model, registry=registry).labels(
             model_name
@@ -102,6 +103,10 @@ class RequestMetrics:
     def refused(self, status: int) -> None:
         """Counts an error response."""
         self._refused.labels(self._model_name, str(status)).inc()
+
+    def swapped(self, result: str) -> None:
+        """Counts a hot swap: done or refused."""
+        self._swaps.labels(self._model_name, result).inc()
 
     def render(self, engine: EngineSnapshot | None) -> bytes:
         """Prometheus text; without the engine's part if there was no answer from it."""

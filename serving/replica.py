@@ -1,0 +1,127 @@
+"""The Serve deployment: one replica loads target and drafter into an engine and answers the OpenAI endpoints.
+
+`serving/colocated.py` configures and binds it. The drafter comes through `user_config` and can be swapped live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+
+from drafters.checkpoint import load_drafter
+from drafters.drafter import Drafter
+from drafters.target import load_target
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.build import DTYPES, build_engine
+from serving.engine.engine import Engine, EngineConfig
+from serving.generation import ServedModel
+from serving.metrics import RequestMetrics
+from serving.openai_api import make_app
+
+if TYPE_CHECKING:
+    from serving.colocated import ServeConfig
+
+log = logging.getLogger(__name__)
+
+_SWAP_DEADLINE_S = 60.0  # longest wait for the round that a swap comes after
+_CLOSE_DEADLINE_S = 5.0  # Serve has drained the replica by then
+
+
+class LiveConfig(BaseModel):
+    """`user_config`: what may change without a restart."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    drafter: str | None = None  # folder of the drafter; None: decode plainly
+
+
+def _model_of_this_replica() -> ServedModel:
+    replica: Any = serve.get_replica_context().servable_object  # None until the replica's __init__ is done
+    return replica.model
+
+
+def _app_of_this_replica() -> FastAPI:
+    return make_app(_model_of_this_replica)
+
+
+@serve.ingress(_app_of_this_replica)
+class Replica:
+    """Target, drafter and engine of one replica. A target or drafter that cannot be loaded fails its start."""
+
+    def __init__(self, config: ServeConfig):
+        self._config = config
+        self._target = load_target(config.target)
+        engine = build_engine(
+            self._target.path,
+            dtype=config.dtype,
+            backend=config.backend,
+            device=config.device,
+            num_slots=config.num_slots,
+            max_len=config.max_len,
+            drafter_path=Path(config.drafter) if config.drafter else None,
+            target_layer_ids=config.target_layer_ids,
+            num_threads=config.threads,
+            config=EngineConfig(num_draft_tokens=config.num_draft_tokens),
+        )
+        self._engine = AsyncEngine(engine, max_waiting=config.max_waiting, stall_timeout_s=config.stall_timeout_s)
+        self.model = ServedModel(
+            self._engine,
+            self._target,
+            name=config.served_name,
+            max_len=engine.max_len,
+            metrics=RequestMetrics(config.served_name),
+        )
+        self._serving = LiveConfig(drafter=config.drafter)
+        self._report(engine.drafter_name, None)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Swap the drafter between two rounds. Never raises, since Serve would kill the replica: it reports instead."""
+        try:
+            wanted = LiveConfig.model_validate(user_config or {})
+            if wanted == self._serving:
+                return
+            drafter = await asyncio.to_thread(self._load, wanted.drafter)
+            name = await asyncio.wait_for(
+                asyncio.wrap_future(self._engine.between_rounds(lambda engine: _swap(engine, drafter))),
+                _SWAP_DEADLINE_S,
+            )
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            log.error("the drafter was not swapped, %s stays: %s", self._serving.drafter, reason)
+            self.model.metrics.swapped("refused")
+            self._report(self.model.drafter["name"], reason)
+        else:
+            log.info("the drafter is now %s", wanted.drafter)
+            self._serving = wanted
+            self.model.metrics.swapped("done")
+            self._report(name, None)
+
+    def _load(self, path: str | None) -> Drafter | None:
+        if path is None:
+            return None
+        dtype = DTYPES[self._config.dtype]
+        return load_drafter(Path(path), self._target.path, dtype=dtype, device=self._config.device)
+
+    def _report(self, name: str | None, refused: str | None) -> None:
+        """What `/v1/models` says about the drafter, and why the last swap was refused, if it was."""
+        self.model.drafter = {"name": name, "path": self._serving.drafter, "last_swap_refused": refused}
+
+    async def check_health(self) -> None:
+        """Serve restarts the replica if this raises."""
+        if self._engine.refusal is not None:
+            raise RuntimeError(self._engine.refusal)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.close(_CLOSE_DEADLINE_S)
+
+
+def _swap(engine: Engine, drafter: Drafter | None) -> str | None:
+    engine.set_drafter(drafter)
+    return engine.drafter_name

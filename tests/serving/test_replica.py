@@ -1,0 +1,108 @@
+"""A replica without a cluster: it loads, swaps drafters between rounds, and refuses broken ones without raising."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from drafters.checkpoint import CheckpointError, save_checkpoint
+from drafters.mtp import MtpConfig, make_mtp
+from drafters.target import load_target, target_fingerprint
+from serving.colocated import ServeConfig
+from serving.engine.sampling import Sampling
+from serving.replica import Replica
+
+ReplicaClass = Replica.__mro__[1]  # the class that Serve's ingress wraps
+DEADLINE_S = 60
+
+
+def save_untrained_drafter(folder: Path, target_dir: Path, fingerprint: str | None = None) -> Path:
+    """A drafter that drafts nonsense, for the last layer of the toy target."""
+    target = load_target(str(target_dir))
+    taps = (target.num_layers - 1,)
+    vocab = target.config.vocab_size
+    config = MtpConfig(
+        hidden_size=target.width, vocab_size=vocab, draft_vocab_size=vocab, target_layer_ids=taps,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, intermediate_size=32,
+    )  # fmt: skip
+    provenance = {"target_fingerprint": fingerprint or target_fingerprint(target.path, taps)}
+    save_checkpoint(folder, make_mtp(config), provenance)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafter_dir(tmp_path_factory, toy_target_dir) -> Path:
+    return save_untrained_drafter(tmp_path_factory.mktemp("drafters") / "mtp", toy_target_dir)
+
+
+@pytest.fixture
+def replica(toy_target_dir, drafter_dir):
+    made = ReplicaClass(
+        ServeConfig(target=str(toy_target_dir), drafter=str(drafter_dir), num_slots=2, max_len=256, threads=1)
+    )
+    yield made
+    assert made._engine.close(0)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, DEADLINE_S))
+
+
+async def tokens_of(replica, swap=None) -> list[int]:
+    tokens, swapped = [], swap is None
+    async for progress in replica._engine.stream([1, 2, 3], Sampling(max_new_tokens=100)):
+        tokens += progress.token_ids
+        if not swapped:
+            swapped = True
+            await replica.reconfigure({"drafter": swap})
+    return tokens
+
+
+def test_a_swap_under_a_stream_leaves_its_tokens(replica, drafter_dir, tmp_path):
+    other = shutil.copytree(drafter_dir, tmp_path / "other")
+    expected = run(tokens_of(replica))
+    assert run(tokens_of(replica, swap=str(other))) == expected
+    assert replica.model.drafter["path"] == str(other)
+    run(replica.reconfigure({"drafter": None}))
+    assert replica.model.drafter == {"name": None, "path": None, "last_swap_refused": None}
+    assert run(tokens_of(replica)) == expected
+    assert 'drafter_swaps_total{model_name="toy",result="done"} 2.0' in replica.model.metrics.render(None).decode()
+
+
+@pytest.mark.parametrize("what", ["absent", "truncated", "foreign", "unknown key", "no object"])
+def test_a_bad_swap_is_refused_and_the_old_drafter_stays(replica, drafter_dir, toy_target_dir, tmp_path, what):
+    folder = tmp_path / "bad"
+    if what == "truncated":
+        shutil.copytree(drafter_dir, folder)
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    if what == "foreign":
+        save_untrained_drafter(folder, toy_target_dir, fingerprint="of another target")
+    user_config = {"unknown key": {"draftr": "x"}, "no object": 3}.get(what, {"drafter": str(folder)})
+    before = run(tokens_of(replica))
+    run(replica.reconfigure(user_config))
+    report = replica.model.drafter
+    assert report["path"] == str(drafter_dir)
+    assert report["name"] is not None
+    assert report["last_swap_refused"]
+    assert "\n" not in report["last_swap_refused"]
+    assert 'result="refused"} 1.0' in replica.model.metrics.render(None).decode()
+    assert run(tokens_of(replica)) == before
+    run(replica.check_health())
+
+
+def test_a_replica_that_cannot_load_fails_its_start(toy_target_dir, tmp_path):
+    with pytest.raises(CheckpointError, match="no drafter at"):
+        ReplicaClass(ServeConfig(target=str(toy_target_dir), drafter=str(tmp_path / "none")))
+
+
+def test_the_config_refuses_what_it_does_not_know():
+    for bad in ({"drafer": "x"}, {"port": 0}, {"port": 70000}, {"num_slots": 0}, {"dtype": "float8"}):
+        with pytest.raises(ValidationError):
+            ServeConfig.model_validate({"target": "t"} | bad)
+    config = ServeConfig(target="org/Model-7B", host="0.0.0.0", port=9)
+    assert (config.served_name, config.base_url) == ("Model-7B", "http://127.0.0.1:9/v1")
