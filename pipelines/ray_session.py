@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 import ray
 
@@ -16,12 +20,13 @@ def start_ray(num_cpus: int | None = None) -> None:
     """
     if ray.is_initialized():
         return
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)  # type: ignore[arg-type]
-        return
-    cpus = num_cpus or max(4, os.cpu_count() or 1)
-    ray.init(num_cpus=cpus, include_dashboard=False, **quiet)  # type: ignore[arg-type]
+    # Ray's C++ side warns of Ray Data's own actors, into the terminal; whoever looks into Ray sets another level.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if not os.environ.get("RAY_ADDRESS"):
+        options |= {"num_cpus": num_cpus or max(4, os.cpu_count() or 1), "include_dashboard": False}
+    with _silent_stderr():
+        ray.init(**options)
     silence_ray_data()
 
 
@@ -33,3 +38,17 @@ def silence_ray_data() -> None:
     context.enable_progress_bars = False
     context.enable_operator_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Drop what C++ code writes to the terminal. Errors of the start are raised, so none is lost."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

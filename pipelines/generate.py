@@ -1,0 +1,143 @@
+"""`draftloop generate`: prompts in, rollouts (Parquet shards, manifest, rejects) out.
+
+The target continues every prompt. Ray Data hands one missing shard at a time to a pool of actors, each with its own
+decode engine; features come from the passes that wrote the text. Killed and run again, it goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from drafters.target import Target, chat_template_hash, load_target, target_fingerprint, tokenizer_hash
+from pipelines.generate_config import GenerateConfig, GenerateError
+from pipelines.prompts import PromptRow, PromptSet, RejectedRow, read_prompts
+from pipelines.rollout_schema import RolloutMetadata
+from pipelines.rollout_size import check_size, estimate_size, tapped_layers
+from pipelines.rollout_store import RolloutStore, ShardRecord, shard_name
+from pipelines.shard_generator import ShardContext, shard_item
+from pipelines.shard_pool import GenerateProgress, Meter, OnProgress, make_shards
+
+__all__ = ["GenerateConfig", "GenerateError", "GenerateProgress", "GenerateReport", "generate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateReport:
+    """What a finished run made."""
+
+    output: str
+    rows: int
+    rejected: int
+    shards_made: int
+    shards_reused: int
+    prompt_tokens: int
+    response_tokens: int  # of the whole set
+    bytes: int
+    seconds: float  # of making the missing shards, Ray's and the engines' start included
+    tokens_per_s: float  # response tokens made in this run over `seconds`; 0 if all shards were reused
+
+
+def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> GenerateReport:
+    """Make (or complete) a rollout set. Raises TargetError, PromptError, RolloutError or GenerateError."""
+    say = on_progress or (lambda _: None)
+    target = load_target(config.target, on_progress=lambda text: say(GenerateProgress(message=text)))
+    prompts = read_prompts(
+        config.prompts,
+        target,
+        max_prompt_tokens=_max_prompt_tokens(config, target),
+        chat=config.chat,
+        limit=config.limit,
+    )
+    metadata = _metadata(config, target)
+    shards = _divide(prompts.rows, config.rows_per_shard)
+    plan = _plan(config, metadata, prompts)
+    store = RolloutStore(config.output)
+    store.begin(plan)
+    done = store.records(len(shards))
+    missing = {name: rows for name, rows in shards.items() if name not in done}
+    size = estimate_size(config, target, [row for rows in missing.values() for row in rows])
+    there = f"{len(done)} of {len(shards)} shards are there already"
+    say(GenerateProgress(message=f"{size}; {there}" if missing else there))
+    whole = estimate_size(config, target, prompts.rows)
+    check_size(config, store, missing=size, whole=whole)
+
+    started, made = time.monotonic(), []
+    if missing:
+        longest = max(len(row.prompt_ids) for row in prompts.rows) + config.max_new_tokens
+        context = ShardContext(
+            config=config,
+            metadata=metadata,
+            output=store.uri,
+            max_len=min(target.max_len, math.ceil(longest / 64) * 64),
+        )
+        items = {name: shard_item(name, rows) for name, rows in missing.items()}
+        reused = len(prompts.rows) - size.rows
+        made = make_shards(context, items, Meter(say, len(prompts.rows), reused))
+    seconds = time.monotonic() - started
+    records = [*done.values(), *made]
+    manifest = store.finish(plan, metadata, records, _all_rejects(config, prompts, records))
+    new_tokens = sum(record.response_tokens for record in made)
+    return GenerateReport(
+        output=store.uri,
+        rows=manifest.rows,
+        rejected=manifest.rejected,
+        shards_made=len(made),
+        shards_reused=len(done),
+        prompt_tokens=manifest.prompt_tokens,
+        response_tokens=manifest.response_tokens,
+        bytes=manifest.bytes,
+        seconds=seconds,
+        tokens_per_s=new_tokens / seconds if made else 0.0,
+    )
+
+
+# -- before the work: what it is, and whether there is room -----------------------------------------------------------
+
+
+def _max_prompt_tokens(config: GenerateConfig, target: Target) -> int:
+    room = target.max_len - config.max_new_tokens
+    if room < 1:
+        raise GenerateError(
+            f"max_new_tokens is {config.max_new_tokens}; the target's context is {target.max_len} tokens"
+        )
+    return min(room, config.max_prompt_tokens or room)
+
+
+def _metadata(config: GenerateConfig, target: Target) -> RolloutMetadata:
+    layers = tapped_layers(config, target)
+    return RolloutMetadata(
+        target=config.target,
+        target_fingerprint=target_fingerprint(target.path, layers),
+        tokenizer_hash=tokenizer_hash(target.path),
+        chat_template_hash=chat_template_hash(target.path),
+        target_layer_ids=layers,
+    )
+
+
+def _divide(rows: list[PromptRow], rows_per_shard: int) -> dict[str, list[PromptRow]]:
+    count = math.ceil(len(rows) / rows_per_shard)
+    return {shard_name(i, count): rows[i * rows_per_shard : (i + 1) * rows_per_shard] for i in range(count)}
+
+
+def _plan(config: GenerateConfig, metadata: RolloutMetadata, prompts: PromptSet) -> dict[str, Any]:
+    """Everything that decides the bytes: a rerun must agree with all of it.
+
+    Batch and threads are among them: the torch backend rounds differently in other company.
+    """
+    own = ("prompts", "limit", "chat", "max_prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    engine = ("with_features", "dtype", "backend", "batch", "rows_per_shard", "drafter")
+    origin = metadata.as_json()
+    del origin["code_version"]
+    return (
+        {name: getattr(config, name) for name in own + engine}
+        | origin
+        | {"threads": config.threads, "prompts_sha256": prompts.sha256, "rows": len(prompts.rows)}
+    )
+
+
+def _all_rejects(config: GenerateConfig, prompts: PromptSet, records: list[ShardRecord]) -> list[RejectedRow]:
+    """Rows that the reader refused, and rows that failed while generating, by line."""
+    failed = [RejectedRow(config.prompts, entry["line"], entry["reason"]) for r in records for entry in r.rejected]
+    return sorted([*prompts.rejected, *failed], key=lambda row: row.line)

@@ -1,0 +1,184 @@
+"""The actor of `draftloop generate`: one shard's prompts in, one Parquet shard and its record out.
+
+Each actor holds a decode engine and pushes the prompts of a shard through its slots. A shard starts on an idle engine,
+so that its bytes depend on nothing but its own rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from torch import Tensor
+
+from pipelines.prompts import PromptRow
+from pipelines.rollout_schema import Rollout, RolloutMetadata
+from pipelines.rollout_store import RolloutStore, ShardRecord
+
+if TYPE_CHECKING:
+    from pipelines.generate_config import GenerateConfig
+    from serving.engine.engine import Engine
+    from serving.engine.sampling import Sampling
+    from serving.engine.sequence import Completion
+
+REPORT_EVERY_S = 1.0  # how often an actor tells the progress board where it stands
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardContext:
+    """What every actor of a run needs to know, beside its shards."""
+
+    config: GenerateConfig
+    metadata: RolloutMetadata
+    output: str  # absolute URI
+    max_len: int  # tokens of the longest row, prompt and response
+
+
+def shard_item(name: str, rows: list[PromptRow]) -> dict[str, str]:
+    """One shard's work as a row of a Ray dataset: text, so that any Arrow block can hold it."""
+    return {"name": name, "rows": json.dumps([asdict(row) for row in rows])}
+
+
+def row_seed(seed: int, row_id: str) -> int:
+    """The seed of a row's random stream: the same whichever shard or run the row is in."""
+    digest = hashlib.sha256(f"{seed}\0{row_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@ray.remote(num_cpus=0)
+class ProgressBoard:
+    """Where actors say how far they are and the driver looks once a second. Losing it loses no rollout."""
+
+    def __init__(self) -> None:
+        self.shards: dict[str, tuple[int, int]] = {}  # name -> rows, response tokens
+
+    def note(self, name: str, rows: int, tokens: int) -> None:
+        self.shards[name] = (rows, tokens)
+
+    def totals(self) -> tuple[int, int]:
+        return sum(rows for rows, _ in self.shards.values()), sum(tokens for _, tokens in self.shards.values())
+
+
+class ShardGenerator:
+    """Callable for `Dataset.map_batches`. A shard that fails returns its error: it must not take others with it."""
+
+    def __init__(self, context: ShardContext, board: Any):
+        self.context, self.board = context, board
+        self.store = RolloutStore(context.output)
+        self._engine: Engine | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        results = [self._guarded(str(n), str(r)) for n, r in zip(batch["name"], batch["rows"], strict=True)]
+        return {"result": [json.dumps(result) for result in results]}
+
+    def _guarded(self, name: str, rows: str) -> dict[str, Any]:
+        try:
+            record = self.store.record(name)  # written before this actor was restarted
+            if record is None:
+                record = self._generate(name, [PromptRow(**row) for row in json.loads(rows)])
+            return {"name": name, "record": asdict(record)}
+        except Exception as error:
+            self._engine = None  # its slots may hold half a shard
+            reason = (str(error).strip().splitlines() or [""])[0]
+            return {"name": name, "error": f"{type(error).__name__}: {reason}"}
+
+    def _generate(self, name: str, rows: list[PromptRow]) -> ShardRecord:
+        engine, config = self.engine(), self.context.config
+        layers = self.context.metadata.target_layer_ids
+        by_id = {row.id: row for row in rows}
+        done: dict[str, Rollout] = {}
+        rejected: list[dict[str, Any]] = []
+        for completion in self._completions(engine, name, rows):
+            row = by_id[completion.request_id]
+            features = pick_layers(completion.features_TF, tuple(engine.target_layer_ids), layers)
+            rollout = _rollout(row, completion, config.sampling(row_seed(config.seed, row.id)), features)
+            reason = _unusable(rollout, completion)
+            if reason:
+                rejected.append({"line": row.row_number, "reason": reason})
+            else:
+                done[row.id] = rollout
+        ordered = [done[row.id] for row in rows if row.id in done]
+        rejected.sort(key=lambda entry: entry["line"])
+        return self.store.write_shard(name, ordered, self.context.metadata, rejected)
+
+    def _completions(self, engine: Engine, name: str, rows: list[PromptRow]) -> Iterator[Completion]:
+        """Run the rows through the engine's slots, telling the board how it goes."""
+        config = self.context.config
+        for row in rows:
+            sampling = config.sampling(row_seed(config.seed, row.id))
+            engine.add(row.prompt_ids, sampling, request_id=row.id, keep_features=config.with_features)
+        finished = tokens = 0
+        reported = time.monotonic()
+        while engine.has_work:
+            for progress in engine.step():
+                tokens += len(progress.token_ids)
+                if progress.completion:
+                    finished += 1
+                    yield progress.completion
+            if time.monotonic() - reported > REPORT_EVERY_S or not engine.has_work:
+                reported = time.monotonic()
+                self.board.note.remote(name, finished, tokens)
+
+    def engine(self) -> Engine:
+        """The engine, built with the first shard: an error there is a shard's error, with its reason."""
+        if self._engine is None:
+            from drafters.target import resolve_target, target_fingerprint
+            from serving.engine.build import build_engine
+
+            context, config = self.context, self.context.config
+            layers = context.metadata.target_layer_ids
+            path = resolve_target(config.target)  # on this node
+            if target_fingerprint(path, layers) != context.metadata.target_fingerprint:
+                raise ValueError(f"target {config.target} differs between the driver and this node")
+            self._engine = build_engine(
+                path,
+                dtype=config.dtype,
+                backend=config.backend,
+                device="cuda" if config.gpus_per_actor else "cpu",
+                num_slots=config.batch,
+                max_len=context.max_len,
+                drafter_path=Path(config.drafter) if config.drafter else None,
+                target_layer_ids=layers or None,
+                num_threads=config.threads,
+            )
+        return self._engine
+
+
+def _rollout(row: PromptRow, completion: Completion, sampling: Sampling, features_TF: Tensor | None) -> Rollout:
+    return Rollout(
+        id=row.id,
+        category=row.category,
+        prompt_ids=row.prompt_ids,
+        response_ids=completion.token_ids,
+        finish_reason=completion.finish_reason,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        max_new_tokens=sampling.max_new_tokens,
+        features_TF=features_TF,
+    )
+
+
+def pick_layers(features_TF: Tensor | None, have: tuple[int, ...], want: tuple[int, ...]) -> Tensor | None:
+    """The features of the wanted layers, where a drafter makes the engine tap more of them."""
+    if features_TF is None or have == want:
+        return features_TF
+    places = [have.index(layer) for layer in want]
+    return features_TF.unflatten(1, (len(have), -1))[:, places].flatten(1)
+
+
+def _unusable(rollout: Rollout, completion: Completion) -> str | None:
+    """Why a finished row is left out, or None."""
+    if completion.finish_reason not in ("stop", "length"):
+        return f"generation ended with {completion.finish_reason}"
+    if rollout.features_TF is not None and not bool(torch.isfinite(rollout.features_TF).all()):
+        return "the target's hidden states are not finite"
+    return None

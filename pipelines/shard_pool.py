@@ -1,0 +1,176 @@
+"""The driver's side of `draftloop generate`: missing shards in, their records out, with progress on the way.
+
+Ray Data gives each actor of a pool one shard at a time. Shards that fail are tried once more, then reported by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from pipelines.generate_config import GenerateConfig, GenerateError
+from pipelines.ray_session import start_ray
+from pipelines.rollout_store import ShardRecord
+from pipelines.shard_generator import ProgressBoard, ShardContext, ShardGenerator
+
+MAX_ATTEMPTS = 2  # of a shard that fails
+POLL_S = 1.0  # how often the driver looks at the progress board
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateProgress:
+    """Where a run stands. `message` is set for what is worth a line of its own."""
+
+    message: str | None = None
+    rows_done: int = 0
+    rows_total: int = 0
+    response_tokens: int = 0  # made in this run
+    tokens_per_s: float = 0.0
+    eta_s: float | None = None  # None: not known yet
+
+
+OnProgress = Callable[[GenerateProgress], None]
+
+
+class Meter:
+    """Turns the board's totals into progress with speed and time left."""
+
+    def __init__(self, say: OnProgress, rows_total: int, rows_before: int):
+        self.say, self.rows_total, self.rows_before = say, rows_total, rows_before
+        self.started = self.moved = time.monotonic()
+        self.last = (0, 0)
+
+    def show(self, rows: int, tokens: int) -> None:
+        now = time.monotonic()
+        if (rows, tokens) != self.last:
+            self.moved, self.last = now, (rows, tokens)
+        elapsed = max(now - self.started, 1e-6)
+        left = self.rows_total - self.rows_before - rows
+        self.say(
+            GenerateProgress(
+                rows_done=self.rows_before + rows,
+                rows_total=self.rows_total,
+                response_tokens=tokens,
+                tokens_per_s=tokens / elapsed,
+                eta_s=left * elapsed / rows if rows else None,
+            )
+        )
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self.moved
+
+
+def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: Meter) -> list[ShardRecord]:
+    """Generate the shards of `items` (by name). Raises GenerateError naming those that failed twice."""
+    config = context.config
+    start_ray(num_cpus=max(4, os.cpu_count() or 1, int(config.num_actors[1] * config.cpus) + 1))
+    check_resources(config)
+    board = ProgressBoard.remote()  # type: ignore[attr-defined]
+    records: dict[str, ShardRecord] = {}
+    errors: dict[str, str] = {}
+    for _ in range(MAX_ATTEMPTS):
+        left = [item for name, item in items.items() if name not in records]
+        if not left:
+            break
+        errors = {item["name"]: "no result" for item in left}
+        for result in _results(context, left, board, meter):
+            name = result["name"]
+            if "error" in result:
+                errors[name] = result["error"]
+            else:
+                records[name] = ShardRecord(**result["record"])
+                errors.pop(name, None)
+    if errors:
+        name, reason = next(iter(errors.items()))
+        raise GenerateError(
+            f"{len(errors)} of {len(items)} shards failed, first {name} ({reason}); the others are kept, "
+            "run the same command again once the cause is mended"
+        )
+    return list(records.values())
+
+
+def check_resources(config: GenerateConfig) -> None:
+    """Raise GenerateError if the least pool can never start: Ray would wait for ever."""
+    if os.environ.get("RAY_ADDRESS"):
+        return  # a cluster may still grow
+    have, actors = ray.cluster_resources(), config.num_actors[0]
+    for name, each in (("CPU", config.cpus), ("GPU", config.gpus_per_actor)):
+        spare = 1 if name == "CPU" else 0  # a pool that takes every CPU leaves none for reading
+        if actors * each + (spare if each else 0) > have.get(name, 0):
+            option = f"{name.lower()}s_per_actor"
+            raise GenerateError(
+                f"{actors} actors with {option} {each:g} need {actors * each + spare:g} {name}s, "
+                f"Ray has {have.get(name, 0):g}; lower num_actors or {option}"
+            )
+
+
+def _results(context: ShardContext, items: list[dict[str, str]], board: Any, meter: Meter) -> Iterator[dict[str, Any]]:
+    """Results in the order in which shards finish. Raises GenerateError when nothing moves for too long."""
+    arrived: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
+    thread = threading.Thread(target=_stream, args=(_dataset(context, items, board), arrived), daemon=True)
+    thread.start()
+    while True:
+        try:
+            result = arrived.get(timeout=POLL_S)
+        except queue.Empty:
+            meter.show(*_totals(board, meter))
+            if meter.idle_s > context.config.stall_timeout_s:
+                raise GenerateError(
+                    f"no actor reported progress for {meter.idle_s:.0f} s; see the Ray logs, or raise stall_timeout_s"
+                ) from None
+            continue
+        if result is None:
+            meter.show(*_totals(board, meter))
+            return
+        if isinstance(result, Exception):
+            reason = (str(result).strip().splitlines() or [""])[-1]
+            raise GenerateError(
+                f"Ray could not run the shards ({reason}); finished shards are kept, run again"
+            ) from result
+        yield result
+        meter.show(*_totals(board, meter))
+
+
+def _totals(board: Any, meter: Meter) -> tuple[int, int]:
+    try:
+        return ray.get(board.totals.remote(), timeout=10)
+    except ray.exceptions.RayError:
+        return meter.last  # the board is lost or slow; the work is not
+
+
+def _dataset(context: ShardContext, items: list[dict[str, str]], board: Any) -> Any:
+    """One block per shard, so that a task is a shard."""
+    import ray.data
+
+    config = context.config
+    dataset = ray.data.from_items(list(items), override_num_blocks=len(items))
+    return dataset.map_batches(
+        ShardGenerator,
+        fn_constructor_args=(context, board),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(
+            min_size=config.num_actors[0],
+            max_size=config.num_actors[1],
+            max_tasks_in_flight_per_actor=1,  # a queue before one actor would leave another idle at the end
+        ),
+        num_cpus=config.cpus,
+        num_gpus=config.gpus_per_actor or None,
+    )
+
+
+def _stream(dataset: Any, arrived: queue.Queue[Any]) -> None:
+    try:
+        for row in dataset.iter_rows():
+            arrived.put(json.loads(row["result"]))
+        arrived.put(None)
+    except Exception as error:
+        arrived.put(error)

@@ -1,0 +1,227 @@
+"""Generate on a local Ray cluster: right rollouts, and the same bytes whatever was killed on the way."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from drafters.target import load_model
+from pipelines import shard_pool
+from pipelines.generate import GenerateConfig, GenerateError, generate
+from pipelines.rollout_schema import Rollout
+from pipelines.rollout_store import RolloutError, open_rollouts, shard_name
+from pipelines.shard_generator import ShardGenerator, pick_layers, row_seed
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+SHARDS = 5
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, toy_target_dir: Path) -> GenerateConfig:
+    """A small run of 18 good rows and 2 bad ones; `output` is set by each test."""
+    prompts = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    lines = [json.dumps({"id": f"r{i}", "category": "toy", "prompt": f"{i} plus {i * 7} is"}) for i in range(18)]
+    prompts.write_text("\n".join([*lines[:4], '{"prompt": 5}', *lines[4:], "no json"]) + "\n")
+    return GenerateConfig(
+        target=str(toy_target_dir),
+        prompts=str(prompts),
+        output="",
+        max_new_tokens=12,
+        rows_per_shard=4,
+        batch=3,
+        backend="torch",
+        target_layer_ids=(0, 1),
+        cpus_per_actor=1,
+        stall_timeout_s=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: GenerateConfig, tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "rollouts"
+    report = generate(replace(config, output=str(folder)))
+    assert (report.rows, report.rejected, report.shards_made, report.shards_reused) == (18, 2, SHARDS, 0)
+    return folder
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+def test_rollouts_are_the_target_s_own(undisturbed: Path, config: GenerateConfig):
+    model = load_model(Path(config.target), torch.float32)
+    rollouts = list(open_rollouts(str(undisturbed)))
+    assert [r.id for r in rollouts] == [f"r{i}" for i in range(18)]
+    for r in rollouts:
+        prompt = torch.tensor([r.prompt_ids])
+        whole = model.generate(prompt, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompt))
+        assert whole[0, len(r.prompt_ids) :].tolist() == r.response_ids
+        hidden = model(whole[:, :-1], output_hidden_states=True).hidden_states
+        # the last entry of hidden_states has the final norm applied; take the last layer's output from a hook instead
+        caught = []
+        handle = model.model.layers[1].register_forward_hook(lambda _m, _a, out, caught=caught: caught.append(out))
+        model(whole[:, :-1])
+        handle.remove()
+        last = caught[0][0] if isinstance(caught[0], tuple) else caught[0]
+        expected = torch.cat([hidden[1][0], last.reshape(hidden[1][0].shape)], dim=-1)
+        torch.testing.assert_close(r.features_TF.float(), expected, rtol=2e-2, atol=2e-2)
+        assert r.category == "toy"
+        assert r.loss_mask == [0] * len(r.prompt_ids) + [1] * len(r.response_ids)
+
+
+def test_rejects_and_metadata(undisturbed: Path):
+    rejects = [json.loads(line) for line in (undisturbed / "rejects.jsonl").read_text().splitlines()]
+    assert [(r["line"], r["reason"].split(" ")[0]) for r in rejects] == [(5, "prompt"), (20, "not")]
+    metadata = pq.read_schema(undisturbed / shard_name(0, SHARDS)).metadata
+    assert metadata[b"draftloop.target_layer_ids"] == b"[0, 1]"
+    assert len(metadata[b"draftloop.target_fingerprint"]) == 32
+
+
+def test_second_run_reuses_everything(undisturbed: Path, config: GenerateConfig):
+    before, messages = files(undisturbed), []
+    report = generate(replace(config, output=str(undisturbed)), lambda p: messages.append(p.message))
+    assert (report.shards_made, report.shards_reused, report.rows) == (0, SHARDS, 18)
+    assert files(undisturbed) == before
+    assert messages == [f"{SHARDS} of {SHARDS} shards are there already"]
+
+
+def test_deleted_shards_are_made_again(undisturbed: Path, config: GenerateConfig, tmp_path: Path):
+    folder = Path(shutil.copytree(undisturbed, tmp_path / "rollouts"))
+    (folder / shard_name(1, SHARDS)).unlink()
+    (folder / shard_name(4, SHARDS)).write_bytes(b"cut short")
+    seen = []
+    report = generate(replace(config, output=str(folder), num_actors=(1, 2)), seen.append)
+    assert (report.shards_made, report.shards_reused) == (2, SHARDS - 2)
+    assert files(folder) == files(undisturbed)
+    assert seen[-1].rows_done == seen[-1].rows_total == 18
+
+
+class DiesOnce(ShardGenerator):
+    """Kills its own process in the middle of the third shard, once."""
+
+    def _completions(self, engine, name, rows):
+        marker = Path(self.context.output).parent / "killed"
+        for number, completion in enumerate(super()._completions(engine, name, rows)):
+            if name == shard_name(2, SHARDS) and number == 1 and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield completion
+
+
+def test_killed_actor_costs_nothing(
+    undisturbed: Path, config: GenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shard_pool, "ShardGenerator", DiesOnce)
+    report = generate(replace(config, output=str(tmp_path / "rollouts")))
+    assert (tmp_path / "killed").exists()
+    assert report.shards_made == SHARDS
+    assert files(tmp_path / "rollouts") == files(undisturbed)
+
+
+class FailsOnOne(ShardGenerator):
+    """Cannot make the second shard."""
+
+    def _generate(self, name, rows):
+        if name == shard_name(1, SHARDS):
+            raise OSError("the disk is on fire\nand more")
+        return super()._generate(name, rows)
+
+
+def test_failed_shard_takes_no_other_with_it(
+    undisturbed: Path, config: GenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = replace(config, output=str(tmp_path / "rollouts"))
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_pool, "ShardGenerator", FailsOnOne)
+        with pytest.raises(GenerateError, match=r"1 of 5 shards failed.*part-00001.*disk is on fire") as caught:
+            generate(here)
+    assert "\n" not in str(caught.value)
+    assert len(list((tmp_path / "rollouts").glob("*.parquet"))) == SHARDS - 1
+    with pytest.raises(RolloutError, match="not finished"):
+        open_rollouts(here.output)
+    report = generate(here)
+    assert (report.shards_made, report.shards_reused) == (1, SHARDS - 1)
+    assert files(tmp_path / "rollouts") == files(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"temperature": 0.7}, r"temperature was 0\.0, now 0\.7"),
+        ({"max_new_tokens": 13}, "max_new_tokens was 12, now 13"),
+        ({"target_layer_ids": (1,)}, r"target_layer_ids was \[0, 1\], now \[1\]"),
+        ({"limit": 3}, "rows was 18, now 3"),
+        ({"dtype": "bfloat16"}, "dtype was 'float32', now 'bfloat16'"),
+    ],
+)
+def test_changed_option_is_refused_by_name(undisturbed: Path, config: GenerateConfig, change: dict, named: str):
+    before = files(undisturbed)
+    with pytest.raises(RolloutError, match=named):
+        generate(replace(config, output=str(undisturbed), **change))
+    assert files(undisturbed) == before
+
+
+def test_sampled_rows_depend_on_seed_and_id_only(config: GenerateConfig, tmp_path: Path):
+    def responses(name: str, **changes) -> dict[str, list[int]]:
+        changes = {"temperature": 1.0, "with_features": False, "limit": 6} | changes
+        generate(replace(config, output=str(tmp_path / name), **changes))
+        return {r.id: r.response_ids for r in open_rollouts(str(tmp_path / name))}
+
+    first = responses("a")
+    assert responses("b", rows_per_shard=2, batch=1) == first
+    assert responses("c", seed=1) != first
+    rollout: Rollout = next(iter(open_rollouts(str(tmp_path / "a"))))
+    assert rollout.features_TF is None
+    assert rollout.seed == row_seed(0, rollout.id)
+
+
+def test_size_is_refused_before_work(config: GenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here = replace(config, output=str(tmp_path / "rollouts"))
+    with pytest.raises(GenerateError, match=r"more than max_bytes 10 kB; generate fewer rows"):
+        generate(replace(here, max_bytes=10_000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5000))
+    with pytest.raises(GenerateError, match=r"has 5 kB free"):
+        generate(here)
+    assert not list((tmp_path / "rollouts").glob("*.parquet"))
+
+
+def test_pool_that_could_never_start_is_refused(config: GenerateConfig, tmp_path: Path):
+    for change, cause in (({"gpus_per_actor": 1}, "GPU"), ({"cpus_per_actor": 99}, "Ray has 8")):
+        with pytest.raises(GenerateError, match=cause):
+            generate(replace(config, output=str(tmp_path / cause), **change))
+
+
+def test_broken_engine_option_is_the_shards_error(config: GenerateConfig, tmp_path: Path):
+    with pytest.raises(GenerateError, match=r"5 of 5 shards failed.*unknown backend 'abacus'"):
+        generate(replace(config, output=str(tmp_path / "r"), backend="abacus"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch": 0}, {"temperature": -1}, {"num_actors": (2, 1)}, {"dtype": "int4"}, {"limit": 0}, {"max_new_tokens": 0}],
+)
+def test_wrong_option_is_named(config: GenerateConfig, change: dict):
+    with pytest.raises(GenerateError, match=next(iter(change))):
+        replace(config, **change)
+
+
+def test_layers_that_do_not_exist_are_named(config: GenerateConfig, tmp_path: Path):
+    with pytest.raises(GenerateError, match=r"target_layer_ids \[0, 9\]"):
+        generate(replace(config, output=str(tmp_path), target_layer_ids=(0, 9)))
+    with pytest.raises(GenerateError, match="max_new_tokens is 512"):
+        generate(replace(config, output=str(tmp_path), max_new_tokens=512))
+
+
+def test_layers_that_a_drafter_adds_are_left_out():
+    features = torch.arange(12.0).reshape(2, 6)  # three layers of width 2
+    assert pick_layers(features, (0, 1, 4), (0, 4)).tolist() == [[0, 1, 4, 5], [6, 7, 10, 11]]
+    assert pick_layers(features, (0, 1, 4), (0, 1, 4)) is features
