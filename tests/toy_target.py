@@ -53,6 +53,7 @@ class _TargetDrafter:
 
     def __init__(self, model: LlamaForCausalLM):
         self.model = model
+        self.argmax: dict[tuple[int, ...], int] = {}  # of sequences seen before
         self.sequences: dict[int, tuple[int, dict[int, int]]] = {}  # slot -> (epoch, position -> token)
 
     def allocate(self, num_slots: int, max_len: int) -> None:
@@ -79,9 +80,11 @@ class _TargetDrafter:
     def _continue(self, tokens: list[int], count: int) -> list[int]:
         ids, out = list(tokens), []
         for _ in range(count):
-            token = int(self.model(torch.tensor([ids])).logits[0, -1].argmax())
-            ids.append(token)
-            out.append(token)
+            key = tuple(ids)
+            if key not in self.argmax:
+                self.argmax[key] = int(self.model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(self.argmax[key])
+            out.append(self.argmax[key])
         return out
 
     def _spoil(self, drafts_BK: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,16 @@ import torch
 
 from drafters.checkpoint import load_drafter, read_config
 from drafters.target import load_model, load_target
+from serving.engine import native_build
 from serving.engine.engine import Engine, EngineConfig
+from serving.engine.native_rows import NativeRows
 from serving.engine.rows import RowsBackend
 from serving.engine.torch_rows import TorchRows
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BACKENDS = ("auto", "native", "torch")
 
 
 def build_engine(
@@ -71,7 +74,28 @@ def build_rows(
     target_layer_ids: tuple[int, ...],
 ) -> RowsBackend:
     """The backend that runs the target's forward passes."""
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"unknown backend {backend!r}; give auto or torch")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; give one of {', '.join(BACKENDS)}")
+    reason = _no_native_reason(target_path, device) if backend != "torch" else None
+    if backend == "native" and reason:
+        raise ValueError(f"the native backend cannot run this target: {reason}; give --backend torch")
     model = load_model(target_path, dtype, device)
-    return TorchRows(model, num_slots=num_slots, max_len=max_len, target_layer_ids=target_layer_ids)
+    if backend == "torch" or reason:
+        if reason:
+            log.warning("backend torch, since native cannot run here: %s", reason)
+        return TorchRows(model, num_slots=num_slots, max_len=max_len, target_layer_ids=target_layer_ids)
+    return NativeRows(
+        model,
+        dtype=dtype,
+        num_slots=num_slots,
+        max_len=max_len,
+        target_layer_ids=target_layer_ids,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _no_native_reason(target_path: Path, device: str) -> str | None:
+    """Why the native backend cannot serve this target here, in one line; None if it can."""
+    if device != "cpu":
+        return f"it runs on CPUs, not on {device}"
+    return NativeRows.unsupported_reason(load_target(str(target_path)).config) or native_build.unavailable_reason()

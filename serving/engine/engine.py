@@ -168,7 +168,9 @@ class Engine:
             return finished
         asked, drafts = self._draft(plan)
         started = time.perf_counter()
-        rows = assemble_rows(plan, drafts)
+        members = plan.decoding + [s for s, _ in plan.prefilling]
+        wanted = any(s.keep_features or (self._columns is not None and s.draftable) for s in members)
+        rows = assemble_rows(plan, drafts, with_features=wanted)
         output = self.backend.forward(rows)
         outcomes = decide(plan, drafts, output.logits_NV)
         if not plan.prefilling:
@@ -224,6 +226,10 @@ class Engine:
         for sequence in self._scheduler.running.values():
             sequence.observed, sequence.pending_features = 0, []
             sequence.draftable = self._columns is None or sequence.cached == 0
+
+    def reset_stats(self) -> None:
+        """Start counting anew, such as after a warm-up."""
+        self.stats = EngineStats()
 
     # -- one round ------------------------------------------------------------------------------------------------
 

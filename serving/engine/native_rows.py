@@ -60,7 +60,7 @@ class NativeRows:
         _check(config, dtype, num_slots, max_len, target_layer_ids, num_threads)
         self._library = declare(native_build.load(isa))
         self.dtype, self.num_slots, self.max_len = dtype, num_slots, max_len
-        self.vocab_size, self.width = config.vocab_size, config.hidden_size
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.target_layer_ids = tuple(target_layer_ids)
         self._packer = Packer(dtype)
         self._keys, self._values = _kv_buffers(config, num_slots, max_len)
@@ -109,7 +109,7 @@ class NativeRows:
         if not len(ids) == len(slots) == len(positions):
             raise ValueError(f"{len(ids)} ids, {len(slots)} slots and {len(positions)} positions: give as many of each")
         wanted = torch.arange(len(ids)) if rows.logit_rows is None else _int64(rows.logit_rows)
-        taps = len(self.target_layer_ids) * self.width
+        taps = len(self.target_layer_ids) * self.hidden_size
         self._logits, logits_NV = _reuse(self._logits, len(wanted), self.vocab_size)
         self._features, features_RF = _reuse(self._features, len(ids), taps)
         task = PassStruct(
@@ -153,7 +153,7 @@ class NativeRows:
         struct = ModelStruct(
             layers=layers,
             num_layers=len(layers),
-            width=self.width,
+            width=self.hidden_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=_head_dim(config),

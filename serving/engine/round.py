@@ -86,7 +86,7 @@ def usable_drafts(reply: DraftReply, room: list[int], vocab_size: int) -> Drafts
     return Drafts(drafts, reply.probs)
 
 
-def assemble_rows(plan: Plan, drafts: Drafts) -> Rows:
+def assemble_rows(plan: Plan, drafts: Drafts, with_features: bool) -> Rows:
     """Rows of the pass: first [anchor, drafts] of every decoding sequence, then the prompts' chunks."""
     runs = [(s.slot, s.cached, [s.tokens[-1], *d]) for s, d in zip(plan.decoding, drafts.tokens, strict=True)]
     wanted = list(range(sum(len(tokens) for _, _, tokens in runs)))
@@ -96,7 +96,7 @@ def assemble_rows(plan: Plan, drafts: Drafts) -> Rows:
         row += count
         if s.cached + count == s.prompt_len:
             wanted.append(row - 1)
-    return make_rows(runs, wanted)
+    return make_rows(runs, wanted, with_features)
 
 
 def decide(plan: Plan, drafts: Drafts, logits_NV: Tensor) -> list[Outcome]:

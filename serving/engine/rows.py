@@ -26,6 +26,7 @@ class Rows:
     slots_R: Tensor  # int64, cache slot of each row
     positions_R: Tensor  # int64, absolute position of each row
     logit_rows: Tensor | None = None  # int64, N rows whose logits are wanted, ascending; None: all R
+    with_features: bool = True  # False: nobody needs the tapped layers in this pass
 
     def runs(self) -> list[tuple[int, int, int, int]]:
         """(slot, first row, number of rows, first position) of each slot's run of rows, in row order."""
@@ -35,14 +36,16 @@ class Rows:
         return [(slots[s], s, e - s, positions[s]) for s, e in zip(starts, ends, strict=True)]
 
 
-def make_rows(runs: list[tuple[int, int, list[int]]], logit_rows: list[int] | None = None) -> Rows:
+def make_rows(
+    runs: list[tuple[int, int, list[int]]], logit_rows: list[int] | None = None, with_features: bool = True
+) -> Rows:
     """Rows from runs of (slot, first position, token ids)."""
     ids = [token for _, _, tokens in runs for token in tokens]
     slots = [slot for slot, _, tokens in runs for _ in tokens]
     positions = [start + i for _, start, tokens in runs for i in range(len(tokens))]
     packed = torch.tensor([ids, slots, positions], dtype=torch.int64)
     wanted = None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64)
-    return Rows(ids_R=packed[0], slots_R=packed[1], positions_R=packed[2], logit_rows=wanted)
+    return Rows(ids_R=packed[0], slots_R=packed[1], positions_R=packed[2], logit_rows=wanted, with_features=with_features)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class RowsOutput:
     """What a pass gives back, on the backend's device. Valid until the next `forward`: copy what must live longer."""
 
     logits_NV: Tensor  # float32 or the backend's dtype, N = len(logit_rows) or R
-    features_RF: Tensor | None  # [R, taps * width] in the order of `target_layer_ids`; None if nothing is tapped
+    features_RF: Tensor | None  # [R, taps * width] in the order of `target_layer_ids`; None if nothing is tapped or wanted
 
 
 class RowsBackend(Protocol):

@@ -197,7 +197,7 @@ class TorchRows:
             decoder_layers[layer].register_forward_hook(self._tap(layer))
 
     def _tap(self, layer: int):
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:  # a reference, no copy
             self._tapped[layer] = (output[0] if isinstance(output, tuple) else output)[0]
 
         return keep
@@ -220,7 +220,7 @@ class TorchRows:
             slot_pass=slot_pass,
         )
         features = None
-        if self.target_layer_ids:
+        if self.target_layer_ids and rows.with_features:
             features = torch.cat([self._tapped.pop(layer) for layer in self.target_layer_ids], dim=-1)
         return RowsOutput(logits_NV=output.logits[0], features_RF=features)
 

@@ -1,0 +1,231 @@
+"""`draftloop evaluate`: a drafter and held-out prompts in, one table and evaluation.json out.
+
+Every batch of prompts is decoded plainly and with the drafter, one after the other in the same engine, so that both
+meet the same machine; the outputs are compared token for token.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafters.acceptance import Acceptance
+from drafters.target import load_target
+from pipelines.prompts import PromptRow, read_prompts
+from serving.engine.build import build_engine
+from serving.engine.engine import Engine, EngineConfig
+from serving.engine.sampling import Sampling
+from serving.engine.sequence import Completion
+
+
+class EvaluationError(ValueError):
+    """An evaluation that cannot be made; the message is one line with cause and mend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What is measured, and how."""
+
+    target: str = "smollm2"  # a shipped name, a Hugging Face id, a folder, a .gguf file
+    drafter: str  # checkpoint folder
+    prompts: str = "gsm8k_test"  # a shipped set's name, a file or a URI; never what the drafter was trained on
+    limit: int = 40  # prompts
+    chat: bool = False  # wrap raw `prompt` rows into a user turn
+    max_new_tokens: int = 128  # per prompt
+    batch: int = 1  # prompts decoded at a time
+    num_draft_tokens: int = 4  # drafts per round
+    dtype: str = "float32"  # or bfloat16
+    backend: str = "auto"  # auto, native, torch
+    device: str = "cpu"  # or cuda
+    num_threads: int | None = None  # of torch; None leaves its own choice
+    output: str | None = None  # JSON file; None: evaluation.json in the drafter's folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The facts of one evaluation; seconds are medians over decode rounds of a full batch."""
+
+    tau: float | None
+    acceptance_by_position: list[float]
+    t_base_s: float | None
+    t_draft_s: float | None
+    t_verify_s: float | None
+    s_predicted: float | None  # t_base * tau / (t_draft + t_verify)
+    s_measured: float  # tokens/s with the drafter over tokens/s without, wall clock, prefill included
+    s_measured_quartiles: list[float]  # of the ratio batch by batch
+    tokens_per_s_plain: float
+    tokens_per_s_drafted: float
+    equal: int  # outputs that are token for token those of plain decoding
+    prompts: int
+    tokens: int  # emitted by one of the two
+    batch: int
+    num_draft_tokens: int
+    max_new_tokens: int
+    dtype: str
+    backend: str
+    drafter: str
+    prompt_set: str
+    mean_context: float  # tokens of prompt and output, mean over prompts
+    fallbacks: dict[str, int] = field(default_factory=dict)  # rounds decoded plainly because the drafter failed
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvaluateProgress:
+    """After each batch."""
+
+    prompts_done: int
+    prompts_total: int
+    tau: float | None
+    equal: int
+
+
+def evaluate(
+    config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], None] | None = None
+) -> Evaluation:
+    """Measure a drafter by real decoding. Raises TargetError, CheckpointError, PromptError or EvaluationError."""
+    if config.batch < 1 or config.limit < 1 or config.num_draft_tokens < 1:
+        raise EvaluationError("batch, limit and num_draft_tokens must be at least 1")
+    target = load_target(config.target)
+    room = target.max_len - config.max_new_tokens
+    if room < 1:
+        raise EvaluationError(f"max_new_tokens {config.max_new_tokens} leaves no room in {target.max_len} tokens of context")
+    rows = read_prompts(config.prompts, target, max_prompt_tokens=room, chat=config.chat, limit=config.limit).rows
+    longest = max(len(row.prompt_ids) for row in rows)
+    engine = build_engine(
+        target.path,
+        dtype=config.dtype,
+        backend=config.backend,
+        device=config.device,
+        num_slots=config.batch,
+        max_len=min(target.max_len, longest + config.max_new_tokens + 32),
+        drafter_path=Path(config.drafter),
+        num_threads=config.num_threads,
+        config=EngineConfig(num_draft_tokens=config.num_draft_tokens),
+    )
+    runs = _decode_both_ways(engine, rows, config, on_progress)
+    evaluation = _summary(engine, runs, rows, config)
+    write_evaluation(evaluation, Path(config.output or Path(config.drafter) / "evaluation.json"))
+    return evaluation
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One batch of prompts, decoded both ways."""
+
+    plain: list[Completion]
+    drafted: list[Completion]
+    plain_s: float
+    drafted_s: float
+
+
+def _decode_both_ways(
+    engine: Engine,
+    rows: list[PromptRow],
+    config: EvaluateConfig,
+    on_progress: Callable[[EvaluateProgress], None] | None,
+) -> list[_Run]:
+    drafter = engine.drafter
+    sampling = Sampling(max_new_tokens=config.max_new_tokens)
+
+    def decode(prompts: list[list[int]], drafted: bool) -> tuple[list[Completion], float]:
+        engine.set_drafter(drafter if drafted else None)
+        started = time.perf_counter()
+        completions = engine.generate(prompts, sampling)
+        return completions, time.perf_counter() - started
+
+    for drafted in (False, True):  # warm up: first calls allocate
+        decode([rows[0].prompt_ids[:64]], drafted)
+    engine.reset_stats()
+    runs: list[_Run] = []
+    acceptance, equal = Acceptance(), 0
+    for number, first in enumerate(range(0, len(rows), config.batch)):
+        prompts = [row.prompt_ids for row in rows[first : first + config.batch]]
+        order = (False, True) if number % 2 == 0 else (True, False)
+        results = {drafted: decode(prompts, drafted) for drafted in order}
+        run = _Run(results[False][0], results[True][0], results[False][1], results[True][1])
+        runs.append(run)
+        for plain, drafted in zip(run.plain, run.drafted, strict=True):
+            acceptance.add(drafted.acceptance)
+            equal += plain.token_ids == drafted.token_ids
+        if on_progress:
+            on_progress(EvaluateProgress(min(first + config.batch, len(rows)), len(rows), acceptance.tau, equal))
+    return runs
+
+
+def _summary(engine: Engine, runs: list[_Run], rows: list[PromptRow], config: EvaluateConfig) -> Evaluation:
+    acceptance, timings = Acceptance(), engine.stats.timings
+    pairs = [pair for run in runs for pair in zip(run.plain, run.drafted, strict=True)]
+    for _, drafted in pairs:
+        acceptance.add(drafted.acceptance)
+    num = len(acceptance.proposed_by_position)
+    t_base = timings.t_base(config.batch)
+    t_draft, t_verify = timings.t_draft(config.batch, num), timings.t_verify(config.batch, num)
+    predicted = None
+    if t_base and t_draft and t_verify and acceptance.tau:
+        predicted = t_base * acceptance.tau / (t_draft + t_verify)
+    plain_tokens = sum(len(c.token_ids) for c, _ in pairs)
+    drafted_tokens = sum(len(c.token_ids) for _, c in pairs)
+    plain_rate = plain_tokens / sum(run.plain_s for run in runs)
+    drafted_rate = drafted_tokens / sum(run.drafted_s for run in runs)
+    ratios = [run.plain_s / run.drafted_s for run in runs]
+    return Evaluation(
+        tau=acceptance.tau,
+        acceptance_by_position=acceptance.by_position,
+        t_base_s=t_base,
+        t_draft_s=t_draft,
+        t_verify_s=t_verify,
+        s_predicted=predicted,
+        s_measured=drafted_rate / plain_rate,
+        s_measured_quartiles=statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3,
+        tokens_per_s_plain=plain_rate,
+        tokens_per_s_drafted=drafted_rate,
+        equal=sum(plain.token_ids == drafted.token_ids for plain, drafted in pairs),
+        prompts=len(pairs),
+        tokens=plain_tokens,
+        batch=config.batch,
+        num_draft_tokens=num,
+        max_new_tokens=config.max_new_tokens,
+        dtype=config.dtype,
+        backend=engine.backend.name,
+        drafter=engine.drafter_name or config.drafter,
+        prompt_set=config.prompts,
+        mean_context=statistics.mean(len(c.prompt_ids) + len(c.token_ids) for c, _ in pairs),
+        fallbacks=dict(engine.stats.fallbacks),
+        versions=versions(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """What a figure depends on: library versions and the machine's processor."""
+    names = ("draftloop", "torch", "transformers")
+    found = {name: importlib.metadata.version(name) for name in names if _installed(name)}
+    return found | {"python": platform.python_version(), "machine": platform.machine(), "cpus": str(os.cpu_count())}
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def write_evaluation(evaluation: Evaluation, path: Path) -> None:
+    """Write the facts as JSON, whole or not at all."""
+    payload: dict[str, Any] = asdict(evaluation)
+    handle, temporary = tempfile.mkstemp(prefix=".evaluation-", dir=path.parent)
+    with os.fdopen(handle, "w") as stream:
+        json.dump(payload, stream, indent=2)
+        stream.write("\n")
+    Path(temporary).chmod(0o644)
+    os.replace(temporary, path)

@@ -1,0 +1,214 @@
+"""The training step of a drafter, without Ray: sequences in, a trained module and its curve out. `train.py` runs it on Ray.
+
+The target is frozen; the loss is sum_k rho^(k-1) * cross-entropy of step k (DESIGN, frozen MTP regime). Expected tau is
+read off by walking held-out continuations of the target round by round, just as the engine would.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from drafters.acceptance import Acceptance
+from drafters.losses import draft_loss, geometric_weights
+from drafters.mtp import MtpModule
+from drafters.training_batch import TrainingBatch, pad_sequences, random_anchors
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """One rollout as the trainer sees it."""
+
+    ids: Tensor  # int64 [T], prompt and response
+    prompt_len: int
+    features: Tensor  # [T - 1, taps * D]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """How the optimiser walks."""
+
+    epochs: float = 6.0  # passes over the training sequences
+    sequences_per_step: int = 8  # sequences of one optimiser step, over all workers
+    anchors_per_sequence: int = 20  # draft blocks trained per sequence and step
+    learning_rate: float = 2e-3  # peak, AdamW
+    warmup_fraction: float = 0.04  # of all steps; then cosine to zero
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0  # of the gradient
+    rho: float = 0.8  # lambda_k = rho^(k-1)
+    seed: int = 0
+    evaluations: int = 5  # times that expected tau is measured, the end included
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """State of training after a step."""
+
+    step: int
+    total_steps: int
+    seconds: float
+    loss: float  # mean since the last point
+    accuracy_by_step: list[float]  # K, share of the batch's labels that are the step's argmax
+    expected_tau: float | None = None  # on the held-out sequences, where measured
+    acceptance_by_position: list[float] | None = None
+    tokens: int = 0  # response tokens seen so far, repeats counted
+
+
+@dataclass
+class _Window:
+    """Means since the last point shown."""
+
+    losses: list[float] = field(default_factory=list)
+    correct_K: Tensor | int = 0
+    known_K: Tensor | int = 0
+
+
+def expected_acceptance(module: MtpModule, sequences: list[TrainingSequence], num_draft_tokens: int) -> Acceptance:
+    """What the engine would accept on the target's own continuations: rounds walked from anchor to anchor.
+
+    Rounds that would draft past the known continuation are left out.
+    """
+    acceptance = Acceptance()
+    was_training, device = module.training, module.lm_head_WD.device
+    module.eval()
+    with torch.no_grad():
+        for sequence in sequences:
+            first = sequence.prompt_len - 1
+            count = len(sequence.ids) - 1 - num_draft_tokens - first
+            if count < 1:
+                continue
+            anchors = torch.arange(first, first + count)[None]
+            batch = make_batch([sequence], anchors, torch.ones_like(anchors, dtype=torch.bool)).to(device)
+            drafts = module.draft_vocab_ids[module(batch).argmax(dim=-1)][0, :, :num_draft_tokens]
+            match = drafts == batch.labels(num_draft_tokens)[0]
+            accepted = match.long().cumprod(dim=1).sum(dim=1).tolist()
+            place = 0
+            while place < count:
+                acceptance.record(num_draft_tokens, accepted[place])
+                place += accepted[place] + 1
+    module.train(was_training)
+    return acceptance
+
+
+def make_batch(sequences: list[TrainingSequence], anchors: Tensor, mask: Tensor) -> TrainingBatch:
+    """Pad sequences into a batch in float32."""
+    ids, features, lengths = pad_sequences([s.ids for s in sequences], [s.features for s in sequences], torch.float32)
+    return TrainingBatch(
+        ids_BT=ids, features_BTF=features, lengths_B=lengths, anchors_BA=anchors, anchor_mask_BA=mask
+    )
+
+
+def frequent_tokens(sequences: list[TrainingSequence], vocab_size: int, count: int) -> Tensor:
+    """The `count` most frequent tokens of the sequences, ascending; ties and unseen tokens by lower id."""
+    frequency = torch.zeros(vocab_size, dtype=torch.int64)
+    for sequence in sequences:
+        frequency += torch.bincount(sequence.ids, minlength=vocab_size)
+    return frequency.argsort(descending=True, stable=True)[: min(count, vocab_size)].sort().values
+
+
+def total_steps(config: StepConfig, num_sequences: int) -> int:
+    """Optimiser steps of a run over `num_sequences` training sequences."""
+    return max(1, math.ceil(config.epochs * num_sequences / config.sequences_per_step))
+
+
+class Trainer:
+    """Trains a bound module on its share of every step's sequences. One per worker; `rank` of `world` workers."""
+
+    def __init__(
+        self,
+        module: MtpModule,
+        sequences: list[TrainingSequence],
+        held_out: list[TrainingSequence],
+        config: StepConfig,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        forward: torch.nn.Module | None = None,
+    ):
+        if config.sequences_per_step % world:
+            raise ValueError(f"sequences_per_step ({config.sequences_per_step}) must divide by {world} workers")
+        if not sequences:
+            raise ValueError("no training sequence has two response tokens; generate more or longer rollouts")
+        self.module, self.forward = module, forward or module  # `forward` may be wrapped for distributed training
+        self.sequences, self.held_out, self.config = sequences, held_out, config
+        self.rank, self.world = rank, world
+        self.total_steps = total_steps(config, len(sequences))
+        self.num_steps = module.config.num_steps
+        self.weights_K = geometric_weights(self.num_steps, config.rho).to(module.lm_head_WD.device)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
+        )
+        self.parameters = parameters
+
+    def run(self) -> Iterator[CurvePoint]:
+        """Train to the end, yielding a point after every step; some carry expected tau."""
+        started, window, tokens = time.perf_counter(), _Window(), 0
+        every = max(1, math.ceil(self.total_steps / max(1, self.config.evaluations)))
+        self.module.train()
+        for step, (chosen, anchor_seed) in enumerate(self._order(), start=1):
+            tokens += sum(len(s.ids) - s.prompt_len for s in chosen) * self.world
+            self._step(step, chosen, anchor_seed, window)
+            measured = None
+            if step % every == 0 or step == self.total_steps:
+                measured = expected_acceptance(self.module, self.held_out, self.num_steps)
+            correct, known = torch.as_tensor(window.correct_K), torch.as_tensor(window.known_K)
+            yield CurvePoint(
+                step=step,
+                total_steps=self.total_steps,
+                seconds=time.perf_counter() - started,
+                loss=sum(window.losses) / len(window.losses),
+                accuracy_by_step=(correct / known.clamp(min=1)).tolist(),
+                expected_tau=measured.tau if measured else None,
+                acceptance_by_position=measured.by_position if measured else None,
+                tokens=tokens,
+            )
+            if step % 10 == 0 or measured:
+                window = _Window()
+
+    def _order(self) -> Iterator[tuple[list[TrainingSequence], int]]:
+        """This worker's sequences of every step and a seed for their anchors: a function of seed and step alone."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        order: list[int] = []
+        per_worker = self.config.sequences_per_step // self.world
+        for step in range(self.total_steps):
+            while len(order) < self.config.sequences_per_step:
+                order += torch.randperm(len(self.sequences), generator=generator).tolist()
+            chosen, order = order[: self.config.sequences_per_step], order[self.config.sequences_per_step :]
+            mine = chosen[self.rank * per_worker : (self.rank + 1) * per_worker]
+            yield [self.sequences[i] for i in mine], (self.config.seed * 1_000_003 + step) * self.world + self.rank
+
+    def _step(self, step: int, chosen: list[TrainingSequence], anchor_seed: int, window: _Window) -> None:
+        device = self.module.lm_head_WD.device
+        anchors, mask = random_anchors(
+            [s.prompt_len for s in chosen],
+            [len(s.ids) for s in chosen],
+            self.config.anchors_per_sequence,
+            torch.Generator().manual_seed(anchor_seed),
+        )
+        batch = make_batch(chosen, anchors, mask).to(device)
+        labels = batch.labels(self.num_steps)
+        logits = self.forward(batch)
+        result = draft_loss(
+            logits.flatten(0, 1), labels.flatten(0, 1), self.module.draft_labels(labels).flatten(0, 1), self.weights_K
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(step)
+        self.optimizer.zero_grad(set_to_none=True)
+        result.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+        self.optimizer.step()
+        window.losses.append(float(result.loss.detach()))
+        window.correct_K = window.correct_K + result.correct_K
+        window.known_K = window.known_K + result.known_K
+
+    def _learning_rate(self, step: int) -> float:
+        """Linear warm-up, then cosine to zero at the last step (1-based)."""
+        warmup = max(1.0, self.config.warmup_fraction * self.total_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - 1) / self.total_steps))
+        return self.config.learning_rate * min(1.0, step / warmup) * cosine
