@@ -4,6 +4,7 @@ In: a ServeConfig, and a Ray that runs already. Out: an OpenAI-compatible endpoi
 """
 # no `from __future__ import annotations`: Serve reads the class from `build`'s annotation to turn YAML into it
 
+import contextlib
 import logging
 import socket
 import time
@@ -22,6 +23,8 @@ from drafters.target import TargetError, load_target
 from serving.replica import Replica
 
 APP_NAME = "draftloop"
+_CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # Serve's own name for it
+_SHUTDOWN_DEADLINE_S = 60.0
 _SPARE_REQUESTS = 16  # beyond slots and queue, so that the app itself refuses (503) and still answers /health
 
 Positive = Annotated[int, Field(ge=1)]
@@ -103,6 +106,13 @@ def run_app(config: ServeConfig) -> str:
 
 def shutdown() -> None:
     """Stop the app and Serve; Ray goes on."""
+    try:
+        controller = ray.get_actor(_CONTROLLER, namespace="serve")
+    except ValueError:
+        return
+    # what serve.shutdown() does first. Without the retries that a dying controller cannot make, Ray does not print them
+    with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        ray.get(controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=_SHUTDOWN_DEADLINE_S)
     serve.shutdown()
 
 
@@ -127,7 +137,7 @@ def _check(config: ServeConfig) -> None:
     except (TargetError, CheckpointError) as error:
         raise ServeError(str(error)) from error
     try:
-        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        ray.get_actor(_CONTROLLER, namespace="serve")
     except ValueError:
         pass
     else:

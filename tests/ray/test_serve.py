@@ -68,6 +68,18 @@ def text_of(stream) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
 
+def test_a_failed_start_says_why_in_one_line_and_leaves_nothing(ray_cluster, config):
+    """First in the file: the tests after it start the app in the same Ray."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ServeError, match="cannot listen on"):
+            run_app(config.model_copy(update={"port": taken.getsockname()[1]}))
+    with pytest.raises(ServeError, match="unknown backend 'abacus'") as caught:  # only the replica finds out
+        run_app(config.model_copy(update={"backend": "abacus"}))
+    assert "\n" not in str(caught.value)
+
+
 def test_chat_equals_plain_decoding(client, config):
     answer = client.chat.completions.create(**CHAT)
     target = load_target(config.target)
@@ -166,19 +178,3 @@ def test_what_cannot_start_says_why_in_one_line(base_url, config, toy_target_dir
         with pytest.raises(ServeError, match=message) as caught:
             run_app(bad)
         assert "\n" not in str(caught.value)
-
-
-def test_starting_over_after_a_failed_start(ray_cluster, config):
-    """Last in the file, since it stops the module's app."""
-    shutdown()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        busy = config.model_copy(update={"port": taken.getsockname()[1]})
-        with pytest.raises(ServeError, match="cannot listen on"):
-            run_app(busy)
-    with pytest.raises(ServeError, match="unknown backend 'abacus'") as caught:  # only the replica finds out
-        run_app(config.model_copy(update={"backend": "abacus", "port": free_port()}))
-    assert "\n" not in str(caught.value)
-    assert run_app(config).endswith("/v1")
-    shutdown()
