@@ -73,7 +73,10 @@ class ServedModel:
         self.drafter: dict[str, str | None] = {"name": None, "path": None}  # what /v1/models reports
         self.defaults = Defaults.of(target.generation_config)
         self._template = target.tokenizer
-        self._tokenizer: Tokenizer = target.tokenizer.backend_tokenizer
+        tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
+        if not isinstance(tokenizer, Tokenizer):
+            raise ValueError(f"the tokenizer of {target.path} has no tokenizer.json; convert it with save_pretrained")
+        self._tokenizer = tokenizer
         self._tokenizer.no_truncation()  # a tokenizer file may ask for it, and would cut prompts silently
         self._tokenizer.no_padding()
 

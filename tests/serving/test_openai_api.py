@@ -11,8 +11,11 @@ import httpx
 import openai
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from drafters.target import load_model, load_target
+from serving.api_schema import OPENAI_PARAMETERS
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
@@ -263,6 +266,39 @@ def test_defaults_come_from_the_generation_config(served):
         run(served.client().completions.create(model="toy", prompt="hello")).choices[0].text for _ in range(4)
     ]
     assert len(set(without_seed)) > 1  # temperature 1, and a stream of random numbers of its own each time
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": JSON})
+LIKELY = {
+    "temperature": st.floats(0, 2), "top_p": st.floats(0.01, 1), "top_k": st.integers(-1, 9), "seed": st.integers(),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3), "stream": st.booleans(),
+    "messages": st.lists(MESSAGE, max_size=3),
+    "prompt": st.text(max_size=9) | st.lists(st.integers(-1, 300), max_size=9), "max_tokens": st.integers(-1, 5),
+}  # fmt: skip
+NAMES = [*sorted(OPENAI_PARAMETERS - {"model"}), "top_k", "other"]
+BODIES = st.fixed_dictionaries(
+    {"model": st.just("toy")}, optional={name: LIKELY.get(name, JSON) | JSON for name in NAMES}
+)
+
+
+@given(path=st.sampled_from(["chat/completions", "completions"]), body=BODIES, valid=st.booleans())
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_body_whatever_makes_the_server_fail_or_hang(served, path, body, valid):
+    if valid:  # else hardly any body has what is required
+        body = {"messages": CHAT["messages"]} | body if path.startswith("chat") else {"prompt": "x"} | body
+        body = {k: v for k, v in body.items() if k in LIKELY or k == "model"}
+        body.pop("prompt" if path.startswith("chat") else "messages", None)
+    if body.get("max_tokens") is None:
+        body["max_tokens"] = 2
+    response = post(served, f"/v1/{path}", json.dumps(body), headers={"Content-Type": "application/json"})
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]
 
 
 async def raw_request(app, body: dict, hang_up_after: int, received: list[bytes]) -> None:

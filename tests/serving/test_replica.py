@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from drafters.checkpoint import CheckpointError, save_checkpoint
 from drafters.mtp import MtpConfig, make_mtp
 from drafters.target import load_target, target_fingerprint
-from serving.colocated import ServeConfig
+from serving.colocated import ServeConfig, build
 from serving.engine.sampling import Sampling
 from serving.replica import Replica
 
@@ -104,5 +105,6 @@ def test_the_config_refuses_what_it_does_not_know():
     for bad in ({"drafer": "x"}, {"port": 0}, {"port": 70000}, {"num_slots": 0}, {"dtype": "float8"}):
         with pytest.raises(ValidationError):
             ServeConfig.model_validate({"target": "t"} | bad)
+    assert inspect.signature(build).parameters["config"].annotation is ServeConfig  # so a Serve YAML becomes one
     config = ServeConfig(target="org/Model-7B", host="0.0.0.0", port=9)
     assert (config.served_name, config.base_url) == ("Model-7B", "http://127.0.0.1:9/v1")
