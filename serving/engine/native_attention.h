@@ -8,7 +8,8 @@ constexpr int KEY_BLOCK = 16;
 
 // scores[h][key] = query[h] . key for UNITS vectors of keys, starting at key `first` (a multiple of LANES).
 template <int HEADS, int UNITS>
-INLINE void score_keys(const float* queries, const float* keys, int64_t dim, int64_t first, float* scores, int64_t stride) {
+INLINE void score_keys(const float* queries, const float* keys, int64_t dim, int64_t first, float* scores,
+                       int64_t stride) {
     vf sum[HEADS][UNITS] = {};
     const float* unit[UNITS];
     for (int u = 0; u < UNITS; ++u) {
@@ -56,7 +57,8 @@ inline float exponentiate(float* scores, int64_t count) {
 
 // out[h][d] = sum over keys of weight[h][key] * value[key][d] for VECTORS vectors of dimensions.
 template <int HEADS, int VECTORS>
-INLINE void add_values(const float* weights, int64_t stride, const float* values, int64_t padded_dim, int64_t count, float* out) {
+INLINE void add_values(const float* weights, int64_t stride, const float* values, int64_t padded_dim, int64_t count,
+                       float* out) {
     vf sum[HEADS][VECTORS] = {};
     for (int64_t k = 0; k < count; ++k, values += padded_dim) {
         vf v[VECTORS];
@@ -77,7 +79,8 @@ struct AttentionShape {
 
 // queries [HEADS][dim], already scaled; out [HEADS][padded_dim]; scores: scratch [HEADS][score_stride].
 template <int HEADS>
-void attend(const AttentionShape& shape, const float* queries, const float* keys, const float* values, int64_t count, float* scores, float* out) {
+void attend(const AttentionShape& shape, const float* queries, const float* keys, const float* values, int64_t count,
+            float* scores, float* out) {
     constexpr int UNITS = HEADS == 1 ? 4 : 2;
     const int64_t units = (count + LANES - 1) / LANES;
     int64_t unit = 0;
@@ -96,7 +99,8 @@ void attend(const AttentionShape& shape, const float* queries, const float* keys
         for (int64_t i = 0; i < shape.dim; ++i) out[h * shape.padded_dim + i] /= sums[h];
 }
 
-inline void attend_heads(int heads, const AttentionShape& shape, const float* queries, const float* keys, const float* values, int64_t count, float* scores, float* out) {
+inline void attend_heads(int heads, const AttentionShape& shape, const float* queries, const float* keys,
+                         const float* values, int64_t count, float* scores, float* out) {
     switch (heads) {
         case 1: return attend<1>(shape, queries, keys, values, count, scores, out);
         case 2: return attend<2>(shape, queries, keys, values, count, scores, out);

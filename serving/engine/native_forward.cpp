@@ -1,5 +1,5 @@
-// In: packed weights, KV slots and the rows of a pass (C structs filled by native_rows.py). Out: logits and features.
-// The whole pass runs in one parallel region; residual stream, KV, softmax and logits are fp32. Plain C calls at the end.
+// In: packed weights, KV slots, the rows of a pass (C structs filled by native_rows.py). Out: logits and features. The
+// whole pass runs in one parallel region; residual stream, KV, softmax and logits are fp32. Plain C calls at the end.
 #include <algorithm>
 #include <vector>
 
@@ -69,7 +69,8 @@ void put(typename F::X* x, const Groups& groups, int64_t row, int64_t in, int64_
 
 // This thread's tiles of x W^T + bias; finish(tile, row, sums of the tile's 32 outputs).
 template <class F, class Finish>
-void multiply(const Linear& linear, const typename F::X* x, const Groups& groups, float* acc, int thread, int threads, Finish finish) {
+void multiply(const Linear& linear, const typename F::X* x, const Groups& groups, float* acc, int thread, int threads,
+              Finish finish) {
     const int64_t in = linear.in;
     const int64_t block = groups.count > 1 ? KERNEL_BYTES / (TILE * static_cast<int64_t>(sizeof(typename F::W))) : in;
     const Range tiles = share(round_up(linear.out, TILE) / TILE, thread, threads);
@@ -201,9 +202,8 @@ private:
         wait();
         attention(layer, groups);
         wait();
-        multiply<F>(layer.o, attention_, groups, acc_, thread_, threads_, [&](int64_t tile, int64_t r, const float* sums) {
-            add_to_hidden(tile, r, sums);
-        });
+        const auto add = [&](int64_t tile, int64_t r, const float* sums) { add_to_hidden(tile, r, sums); };
+        multiply<F>(layer.o, attention_, groups, acc_, thread_, threads_, add);
         wait();
         x = normalise(layer.mlp_norm, groups, same);
         multiply<F>(layer.gate_up, x, groups, acc_, thread_, threads_, [&](int64_t tile, int64_t r, const float* sums) {
@@ -215,8 +215,9 @@ private:
         multiply<F>(layer.down, mlp_, groups, acc_, thread_, threads_, [&](int64_t tile, int64_t r, const float* sums) {
             add_to_hidden(tile, r, sums);
             if (layer.tap < 0) return;
+            const int64_t n = std::min<int64_t>(TILE, m.width - tile * TILE);
             float* out = p.features + ((first_ + r) * m.taps + layer.tap) * m.width + tile * TILE;
-            memcpy(out, hidden_ + r * s.width + tile * TILE, std::min<int64_t>(TILE, m.width - tile * TILE) * sizeof(float));
+            memcpy(out, hidden_ + r * s.width + tile * TILE, n * sizeof(float));
         });
         wait();
     }
@@ -240,7 +241,8 @@ private:
             const int64_t position = p.positions[first_ + r], lane = p.slots[first_ + r] * m.kv_heads + kv;
             const float* key = qkv_ + r * s.qkv + (m.heads + kv) * m.head_dim;
             norm_and_rotate(key, layer.k_norm, position, queries_);
-            float* out = layer.keys + (lane * s.capacity + position / KEY_BLOCK * KEY_BLOCK) * m.head_dim + position % KEY_BLOCK;
+            const int64_t block = (lane * s.capacity + position / KEY_BLOCK * KEY_BLOCK) * m.head_dim;
+            float* out = layer.keys + block + position % KEY_BLOCK;
             for (int64_t d = 0; d < m.head_dim; ++d) out[d * KEY_BLOCK] = queries_[d];
             const float* value = key + m.kv_heads * m.head_dim;
             memcpy(layer.values + (lane * s.capacity + position) * s.padded_dim, value, m.head_dim * sizeof(float));
@@ -317,7 +319,8 @@ void forward(const Model& model, const Pass& pass, float* workspace, int threads
 }
 
 template <class F>
-void linear_rows(const Linear& linear, const float* x, int64_t width, int64_t rows, float* y, float* workspace, int threads) {
+void linear_rows(const Linear& linear, const float* x, int64_t width, int64_t rows, float* y, float* workspace,
+                 int threads) {
     using X = typename F::X;
     Barrier barrier;
     auto body = [&](int thread) {
@@ -385,7 +388,8 @@ int64_t draftloop_linear_workspace_floats(const Linear* linear, int threads) {
     return CHUNK * linear->in + threads * (CHUNK * TILE + linear->in);
 }
 
-void draftloop_linear(const Linear* linear, int bf16, const float* x, int64_t width, int64_t rows, float* y, float* workspace, int threads) {
+void draftloop_linear(const Linear* linear, int bf16, const float* x, int64_t width, int64_t rows, float* y,
+                      float* workspace, int threads) {
     if (bf16) linear_rows<BFloat16>(*linear, x, width, rows, y, workspace, threads);
     else linear_rows<Float32>(*linear, x, width, rows, y, workspace, threads);
 }

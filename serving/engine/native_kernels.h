@@ -1,5 +1,5 @@
-// In: packed weights and rows. Out: the register kernels of the native forward for AVX512-BF16, AVX-512, AVX2+FMA or any
-// CPU, chosen at compile time. Every output element is summed in one fixed order, whatever the number of rows.
+// In: packed weights and rows. Out: the register kernels of the native forward for AVX512-BF16, AVX-512, AVX2+FMA or
+// any CPU, chosen at compile time. Every output element is summed in one fixed order, whatever the number of rows.
 #pragma once
 #include <cmath>
 #include <cstdint>

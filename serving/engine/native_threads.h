@@ -1,8 +1,13 @@
-// In: a function to run on T threads. Out: a process-wide pool of workers that spin briefly and then sleep, and a spin
-// barrier that yields when a partner was descheduled, so that more threads than cores get slow but never hang.
+// In: a function to run on T threads. Out: a process-wide pool of workers, and a barrier, that spin briefly and then
+// sleep, so that more threads than cores get slow but never hang.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>
@@ -18,31 +23,42 @@ inline void cpu_pause() {
 #endif
 }
 
-// Spin until `ready()`: pauses first (about 70 us), then a yield at every try.
-template <class Ready>
-inline void spin_until(Ready ready) {
-    for (int tries = 0; !ready(); ++tries) {
-        if (tries < 4000) cpu_pause();
-        else sched_yield();
-    }
-}
+// Waits spin for about 70 us, then sleep in the kernel: a partner that lost its core to another process gets it back
+// sooner when nobody spins against it.
+constexpr int SPINS = 4000;
 
 class Barrier {
 public:
     void wait(int threads) {
         if (threads == 1) return;
-        const uint32_t now = generation_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-            arrived_.store(0, std::memory_order_relaxed);
-            generation_.store(now + 1, std::memory_order_release);
-        } else {
-            spin_until([&] { return generation_.load(std::memory_order_acquire) != now; });
+        const int32_t now = generation_.load();
+        if (arrived_.fetch_add(1) + 1 == threads) {
+            arrived_.store(0);
+            generation_.store(now + 1);
+            if (sleepers_.load()) wake();
+            return;
         }
+        for (int tries = 0; tries < SPINS; ++tries) {
+            if (generation_.load(std::memory_order_acquire) != now) return;
+            cpu_pause();
+        }
+        sleepers_.fetch_add(1);
+        while (generation_.load() == now) sleep_while(now);
+        sleepers_.fetch_sub(1);
     }
 
 private:
+#if defined(__linux__)
+    void sleep_while(int32_t now) { syscall(SYS_futex, &generation_, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
+    void wake() { syscall(SYS_futex, &generation_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
+#else
+    void sleep_while(int32_t) { sched_yield(); }
+    void wake() {}
+#endif
+
     alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint32_t> generation_{0};
+    alignas(64) std::atomic<int32_t> generation_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
 };
 
 class Pool {
@@ -55,10 +71,10 @@ public:
         while (static_cast<int>(workers_.size()) < threads - 1) add_worker();
         job_ = job;
         context_ = context;
-        running_.store(threads - 1, std::memory_order_relaxed);
+        threads_ = threads;
         for (int i = 0; i < threads - 1; ++i) workers_[i]->call();
         job(context, 0);
-        spin_until([&] { return running_.load(std::memory_order_acquire) == 0; });
+        done_.wait(threads);
     }
 
 private:
@@ -76,7 +92,7 @@ private:
         }
 
         void wait_for_call(uint32_t seen) {
-            for (int tries = 0; tries < 6000; ++tries) {
+            for (int tries = 0; tries < SPINS; ++tries) {
                 if (calls.load(std::memory_order_acquire) != seen) return;
                 cpu_pause();
             }
@@ -94,8 +110,9 @@ private:
         std::thread([this, worker, thread] {
             for (uint32_t seen = 0;; ++seen) {
                 worker->wait_for_call(seen);
+                const int threads = threads_;
                 job_(context_, thread);
-                running_.fetch_sub(1, std::memory_order_release);
+                done_.wait(threads);
             }
         }).detach();
     }
@@ -104,7 +121,8 @@ private:
     std::vector<std::unique_ptr<Worker>> workers_;
     Job job_ = nullptr;
     void* context_ = nullptr;
-    alignas(64) std::atomic<int> running_{0};
+    int threads_ = 0;
+    Barrier done_;
 };
 
 // Never freed: workers may sleep in it when the process ends. A forked child has no workers and starts a new pool.
