@@ -36,7 +36,7 @@ class GenerateReport:
     response_tokens: int  # of the whole set
     bytes: int
     seconds: float  # of making the missing shards, Ray's and the engines' start included
-    tokens_per_s: float  # response tokens made in this run over `seconds`; 0 if all shards were reused
+    tokens_per_s: float  # while the engines ran, their start not counted; 0 if all shards were reused
 
 
 def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> GenerateReport:
@@ -60,25 +60,18 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
     size = estimate_size(config, target, [row for rows in missing.values() for row in rows])
     there = f"{len(done)} of {len(shards)} shards are there already"
     say(GenerateProgress(message=f"{size}; {there}" if missing else there))
-    whole = estimate_size(config, target, prompts.rows)
-    check_size(config, store, missing=size, whole=whole)
+    check_size(config, store, missing=size, whole=estimate_size(config, target, prompts.rows))
 
-    started, made = time.monotonic(), []
-    if missing:
-        longest = max(len(row.prompt_ids) for row in prompts.rows) + config.max_new_tokens
-        context = ShardContext(
-            config=config,
-            metadata=metadata,
-            output=store.uri,
-            max_len=min(target.max_len, math.ceil(longest / 64) * 64),
-        )
-        items = {name: shard_item(name, rows) for name, rows in missing.items()}
-        reused = len(prompts.rows) - size.rows
-        made = make_shards(context, items, Meter(say, len(prompts.rows), reused))
-    seconds = time.monotonic() - started
+    started, meter = (
+        time.monotonic(),
+        Meter(say, rows_total=len(prompts.rows), rows_before=len(prompts.rows) - size.rows),
+    )
+    longest = max(len(row.prompt_ids) for row in prompts.rows) + config.max_new_tokens
+    max_len = min(target.max_len, math.ceil(longest / 64) * 64)
+    context = ShardContext(config=config, metadata=metadata, output=store.uri, max_len=max_len)
+    made = make_shards(context, {name: shard_item(name, rows) for name, rows in missing.items()}, meter)
     records = [*done.values(), *made]
     manifest = store.finish(plan, metadata, records, _all_rejects(config, prompts, records))
-    new_tokens = sum(record.response_tokens for record in made)
     return GenerateReport(
         output=store.uri,
         rows=manifest.rows,
@@ -88,8 +81,8 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
         prompt_tokens=manifest.prompt_tokens,
         response_tokens=manifest.response_tokens,
         bytes=manifest.bytes,
-        seconds=seconds,
-        tokens_per_s=new_tokens / seconds if made else 0.0,
+        seconds=time.monotonic() - started,
+        tokens_per_s=meter.tokens_per_s,
     )
 
 

@@ -41,28 +41,40 @@ OnProgress = Callable[[GenerateProgress], None]
 
 
 class Meter:
-    """Turns the board's totals into progress with speed and time left."""
+    """Turns the board's totals into progress; speed counts from the first report on, so without the engines' start."""
 
     def __init__(self, say: OnProgress, rows_total: int, rows_before: int):
         self.say, self.rows_total, self.rows_before = say, rows_total, rows_before
-        self.started = self.moved = time.monotonic()
-        self.last = (0, 0)
+        self.moved = time.monotonic()  # when something changed last
+        self.last = (0, 0)  # rows and response tokens of this run
+        self.first: tuple[float, int, int] | None = None  # time, rows, tokens of the first report
 
     def show(self, rows: int, tokens: int) -> None:
-        now = time.monotonic()
         if (rows, tokens) != self.last:
-            self.moved, self.last = now, (rows, tokens)
-        elapsed = max(now - self.started, 1e-6)
-        left = self.rows_total - self.rows_before - rows
+            self.moved, self.last = time.monotonic(), (rows, tokens)
+            self.first = self.first or (self.moved, rows, tokens)
         self.say(
             GenerateProgress(
                 rows_done=self.rows_before + rows,
                 rows_total=self.rows_total,
                 response_tokens=tokens,
-                tokens_per_s=tokens / elapsed,
-                eta_s=left * elapsed / rows if rows else None,
+                tokens_per_s=self.tokens_per_s,
+                eta_s=self._eta_s(),
             )
         )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens a second between the first change and the last."""
+        if self.first is None or self.moved <= self.first[0]:
+            return 0.0
+        return (self.last[1] - self.first[2]) / (self.moved - self.first[0])
+
+    def _eta_s(self) -> float | None:
+        if self.first is None or self.last[0] <= self.first[1]:
+            return None
+        left = self.rows_total - self.rows_before - self.last[0]
+        return left * (time.monotonic() - self.first[0]) / (self.last[0] - self.first[1])
 
     @property
     def idle_s(self) -> float:
@@ -71,6 +83,8 @@ class Meter:
 
 def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: Meter) -> list[ShardRecord]:
     """Generate the shards of `items` (by name). Raises GenerateError naming those that failed twice."""
+    if not items:
+        return []
     config = context.config
     start_ray(num_cpus=max(4, os.cpu_count() or 1, int(config.num_actors[1] * config.cpus) + 1))
     check_resources(config)
