@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from serving.engine import native_build
 from serving.engine.native_pack import (
+    Arena,
     LayerStruct,
     LinearStruct,
     ModelStruct,
@@ -63,9 +64,9 @@ class NativeRows:
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.target_layer_ids = tuple(target_layer_ids)
         self._packer = Packer(dtype)
-        self._keys, self._values = _kv_buffers(config, num_slots, max_len)
+        self._keys, self._values = _kv_buffers(Arena(), config, num_slots, max_len)
         self._layers, self._struct = self._pack(model)
-        self.num_threads = num_threads or _threads_for(self._packer.bytes)
+        self.num_threads = num_threads or _threads_for(self._packer.arena.bytes)
         floats = self._library.draftloop_workspace_floats(ctypes.byref(self._struct), self.num_threads)
         self._workspace = torch.zeros(floats + 16)
         self._logits, self._features = torch.empty(0), torch.empty(0)
@@ -194,7 +195,7 @@ class NativeLinear:
         self.dtype = dtype
         self.out_features, self.in_features = weight_OI.shape
         self._struct: LinearStruct = self._packer.linear(weight_OI, bias)
-        self.num_threads = num_threads or _threads_for(self._packer.bytes)
+        self.num_threads = num_threads or _threads_for(self._packer.arena.bytes)
         floats = self._library.draftloop_linear_workspace_floats(ctypes.byref(self._struct), self.num_threads)
         self._workspace = torch.zeros(floats + 16)
 
@@ -250,13 +251,13 @@ def _rope_tables(model: PreTrainedModel, max_len: int) -> tuple[Tensor, Tensor]:
     return freqs.cos() * rotary.attention_scaling, freqs.sin() * rotary.attention_scaling
 
 
-def _kv_buffers(config: Any, num_slots: int, max_len: int) -> tuple[Tensor, Tensor]:
+def _kv_buffers(arena: Arena, config: Any, num_slots: int, max_len: int) -> tuple[Tensor, Tensor]:
     """Keys [L, slots, kv_heads, blocks, head_dim, 16] and values [L, slots, kv_heads, positions, head_dim up to 16]."""
     blocks = -(-max_len // _KEY_BLOCK)
     head_dim = _head_dim(config)
     lanes = (config.num_hidden_layers, num_slots, config.num_key_value_heads)
-    keys = torch.zeros(*lanes, blocks, head_dim, _KEY_BLOCK)
-    return keys, torch.zeros(*lanes, blocks * _KEY_BLOCK, head_dim + -head_dim % _KEY_BLOCK)
+    keys = arena.zeros((*lanes, blocks, head_dim, _KEY_BLOCK), torch.float32)
+    return keys, arena.zeros((*lanes, blocks * _KEY_BLOCK, head_dim + -head_dim % _KEY_BLOCK), torch.float32)
 
 
 def _threads_for(weight_bytes: int) -> int:
