@@ -17,7 +17,7 @@ constexpr int LANES = 8, MAX_ROWS = 6, MAX_HEADS = 3;
 constexpr int LANES = 4, MAX_ROWS = 6, MAX_HEADS = 3;
 #endif
 constexpr int TILE = 32;            // outputs of a weight tile: packed as [out / 32][in][32]
-constexpr int PREFETCH = 4096;      // bytes that the weights are fetched ahead
+constexpr int PREFETCH = 8192;      // bytes that the weights are fetched ahead
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
