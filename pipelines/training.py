@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,6 +146,17 @@ class Trainer:
             parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
         self.parameters = parameters
+        self.done = 0  # optimiser steps taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on after `done` steps: the order of the data is a function of seed and step alone."""
+        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.done = int(state["done"])
 
     def run(self) -> Iterator[CurvePoint]:
         """Train to the end, yielding a point after every step; some carry expected tau."""
@@ -153,7 +165,10 @@ class Trainer:
         self.module.train()
         for step, (chosen, anchor_seed) in enumerate(self._order(), start=1):
             tokens += sum(len(s.ids) - s.prompt_len for s in chosen) * self.world
+            if step <= self.done:
+                continue
             self._step(step, chosen, anchor_seed, window)
+            self.done = step
             measured = None
             if step % every == 0 or step == self.total_steps:
                 measured = expected_acceptance(self.module, self.held_out, self.num_steps)

@@ -1,0 +1,177 @@
+"""`draftloop train`: a rollout set in, a drafter checkpoint with its provenance and training curve out.
+
+Ray Train runs `training.Trainer` on one or more workers (`train_worker.py`). A worker that dies is replaced and goes on
+from the last saved step; the same command after a killed driver goes on too. On CPUs the weights are those of an
+undisturbed run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchTrainer
+
+from drafters.target import Target, load_target, target_fingerprint
+from pipelines.ray_session import start_ray
+from pipelines.rollout_store import RolloutSet, open_rollouts
+from pipelines.train_config import TrainConfig, TrainError
+from pipelines.train_worker import DRAFTER, REPORT, train_worker
+from pipelines.training import CurvePoint
+
+FETCH_EVERY_S = 0.5  # how often the driver looks for progress
+MAX_FAILURES = 3  # workers that may die before the run gives up
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainReport:
+    """What a finished run made."""
+
+    output: str
+    kind: str
+    parameters: int
+    training_sequences: int
+    held_out_sequences: int
+    response_tokens: int  # of the training sequences
+    steps: int
+    seconds: float  # Ray's start included
+    loss: float
+    accuracy_by_step: list[float]
+    expected_tau: float | None  # on the held-out sequences
+    acceptance_by_position: list[float]
+    draft_vocab_size: int
+    draft_vocab_coverage: float  # share of the held-out response tokens that can be drafted
+
+
+OnProgress = Callable[[CurvePoint], None]
+
+
+def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainReport:
+    """Train a drafter. Raises TargetError, RolloutError or TrainError."""
+    started = time.monotonic()
+    target = load_target(config.target)
+    rollouts = check_rollouts(config, target)
+    output = Path(config.output).expanduser().resolve()
+    if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "config.json").exists())):
+        raise TrainError(f"output {output} holds other files; give a new or empty folder")
+    start_ray()
+    board = _Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    work = output.parent / f".{output.name}.training"
+    name = run_name(config, rollouts)
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"config": config, "target_path": str(target.path), "board": board},
+        scaling_config=ScalingConfig(
+            num_workers=config.num_workers,
+            use_gpu=config.use_gpu,
+            resources_per_worker={"CPU": config.cpus_per_worker} | ({"GPU": 1} if config.use_gpu else {}),
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=str(work),
+            failure_config=FailureConfig(max_failures=MAX_FAILURES),
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
+        ),
+    )
+    with _Relay(board, on_progress):
+        try:
+            result = trainer.fit()
+        except TrainingFailedError as error:
+            raise TrainError(f"training failed ({_cause(error)}); mend that and run the same command again") from error
+    if result.checkpoint is None:
+        raise TrainError("training ended without a checkpoint; run the same command again")
+    with result.checkpoint.as_directory() as folder:
+        _install(Path(folder) / DRAFTER, output)
+        report = json.loads((Path(folder) / REPORT).read_text())
+    shutil.rmtree(work, ignore_errors=True)
+    return TrainReport(**report, output=str(output), seconds=time.monotonic() - started)
+
+
+def check_rollouts(config: TrainConfig, target: Target) -> RolloutSet:
+    """The rollout set, if this target made it and it has features. Raises RolloutError or TrainError."""
+    rollouts = open_rollouts(config.rollouts)
+    fingerprint = target_fingerprint(target.path, rollouts.metadata.target_layer_ids)
+    rollouts = open_rollouts(config.rollouts, target_fingerprint=fingerprint)
+    if not rollouts.has_features:
+        raise TrainError(f"rollouts {config.rollouts} have no features; generate them again with features")
+    return rollouts
+
+
+def run_name(config: TrainConfig, rollouts: RolloutSet) -> str:
+    """Names a run by all that decides its weights, so that only the same run is continued."""
+    facts = asdict(config) | {"output": None, "rollouts": rollouts.manifest_sha256}
+    return "train-" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _install(folder: Path, output: Path) -> None:
+    """Move a finished checkpoint to its place, whole."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    shutil.copytree(folder, staged / "new")
+    if output.exists():
+        os.replace(output, staged / "old")
+    os.replace(staged / "new", output)
+    shutil.rmtree(staged)
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost worker error, in one line."""
+    failures = getattr(error, "worker_failures", None)
+    inner = next(iter(failures.values())) if failures else error.__cause__ or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    named = [line for line in lines if "Error: " in line]
+    return (named or lines or [type(inner).__name__])[-1]
+
+
+@ray.remote
+class _Board:
+    """Holds the points that the driver has not fetched yet."""
+
+    def __init__(self) -> None:
+        self.points: list[CurvePoint] = []
+
+    def put(self, point: CurvePoint) -> None:
+        self.points.append(point)
+
+    def take(self) -> list[CurvePoint]:
+        taken, self.points = self.points, []
+        return taken
+
+
+class _Relay:
+    """Fetches points in a thread while the driver waits for the trainer."""
+
+    def __init__(self, board: Any, on_progress: OnProgress | None):
+        self._board, self._say, self._stop = board, on_progress or (lambda _: None), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+        self._fetch()
+
+    def _run(self) -> None:
+        while not self._stop.wait(FETCH_EVERY_S):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        try:
+            points = ray.get(self._board.take.remote(), timeout=5)
+        except ray.exceptions.RayError:  # progress only: the trainer itself reports what goes wrong
+            return
+        for point in points:
+            self._say(point)

@@ -1,0 +1,164 @@
+"""What runs on every Ray Train worker: rollouts in, saved states and at last the finished drafter out."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray import train as ray_train
+from ray.train import Checkpoint
+from ray.train.torch import get_device
+
+from drafters.checkpoint import save_checkpoint
+from drafters.mtp import IndependentHeads, MtpConfig, RecursiveHead, make_mtp
+from drafters.target import shared_weights
+from drafters.training_batch import IGNORED
+from pipelines.evaluate import versions
+from pipelines.rollout_store import RolloutSet, open_rollouts
+from pipelines.train_config import TrainConfig, TrainError
+from pipelines.training import CurvePoint, Trainer, TrainingSequence, frequent_tokens
+
+STATE, DRAFTER, REPORT = "trainer.pt", "drafter", "report.json"
+SHOW_EVERY = 5  # steps between points sent to the driver
+
+
+def train_worker(arguments: dict[str, Any]) -> None:
+    """Train this worker's share of every step; rank 0 saves."""
+    config: TrainConfig = arguments["config"]
+    context = ray_train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(config.threads_per_worker or max(1, (os.cpu_count() or 1) // world))
+    rollouts = open_rollouts(config.rollouts)
+    training, held_out = split(read_sequences(rollouts), config.held_out)
+    module = build_module(config, Path(arguments["target_path"]), rollouts, training).to(get_device())
+    forward: torch.nn.Module = module
+    if world > 1:  # the borrowed weights are large and equal everywhere: never broadcast buffers
+        forward = torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
+    trainer = Trainer(module, training, held_out, config.steps, rank=rank, world=world, forward=forward)
+    _restore(trainer)
+    curve: list[CurvePoint] = []
+    for point in trainer.run():
+        last = point.step == point.total_steps
+        if rank == 0 and (last or point.expected_tau is not None or point.step % SHOW_EVERY == 0):
+            arguments["board"].put.remote(point)
+        if point.expected_tau is not None:
+            curve.append(point)
+        if last or point.step % config.save_every_steps == 0:  # reporting is a barrier: all workers, same step
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = None
+                if rank == 0:
+                    torch.save(trainer.state_dict(), Path(folder) / STATE)
+                    if last:
+                        _finish(Path(folder), trainer, config, rollouts, curve)
+                    checkpoint = Checkpoint.from_directory(folder)
+                ray_train.report({"step": point.step, "loss": point.loss}, checkpoint=checkpoint)
+
+
+def read_sequences(rollouts: RolloutSet) -> list[TrainingSequence]:
+    """All rollouts with a response long enough to draft in."""
+    sequences = []
+    for rollout in rollouts.rollouts():
+        if rollout.features_TF is not None and len(rollout.response_ids) >= 3:
+            ids = torch.tensor(rollout.prompt_ids + rollout.response_ids)
+            sequences.append(TrainingSequence(ids, len(rollout.prompt_ids), rollout.features_TF))
+    return sequences
+
+
+def split(
+    sequences: list[TrainingSequence], held_out: float
+) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
+    """(training, held out): every n-th sequence is held out, so that both see all parts of the set."""
+    if not 0 < held_out < 1:
+        raise TrainError(f"held_out must be between 0 and 1, got {held_out}")
+    if len(sequences) < 2:
+        raise TrainError(f"{len(sequences)} usable rollouts are too few to train on; generate more")
+    every = max(2, min(round(1 / held_out), len(sequences)))
+    chosen = [s for i, s in enumerate(sequences) if i % every == every - 1]
+    return [s for i, s in enumerate(sequences) if i % every != every - 1], chosen
+
+
+def build_module(
+    config: TrainConfig, target_path: Path, rollouts: RolloutSet, training: list[TrainingSequence]
+) -> RecursiveHead | IndependentHeads:
+    """A fresh drafter in the target's dimensions, with the draft vocabulary of these rollouts."""
+    shared = shared_weights(target_path, torch.float32)
+    vocab_size, width = shared.embedding_VD.shape
+    vocabulary = frequent_tokens(training, vocab_size, config.draft_vocab_size or vocab_size)
+    head_dim = 64 if width % 64 == 0 else 32 if width % 32 == 0 else 8
+    heads = max(1, width // head_dim)
+    with torch.random.fork_rng():
+        torch.manual_seed(config.steps.seed)
+        module = make_mtp(
+            MtpConfig(
+                kind=config.kind,
+                hidden_size=width,
+                vocab_size=vocab_size,
+                target_layer_ids=rollouts.metadata.target_layer_ids,
+                num_steps=config.num_steps,
+                draft_vocab_size=len(vocabulary),
+                own_lm_head=config.own_lm_head,
+                num_attention_heads=heads,
+                num_key_value_heads=max(k for k in (1, 2, 3, 4) if heads % k == 0),
+                head_dim=head_dim,
+                intermediate_size=-(-8 * width // (3 * 32)) * 32,
+                rms_eps=shared.rms_eps,
+            )
+        )
+    module.draft_vocab_ids.copy_(vocabulary)
+    module.bind(shared)
+    if isinstance(module, IndependentHeads):
+        module.start_from_target()
+    return module
+
+
+def _restore(trainer: Trainer) -> None:
+    """Go on from the last saved state, if this run has one."""
+    checkpoint = ray_train.get_checkpoint()
+    if checkpoint is None:
+        return
+    with checkpoint.as_directory() as folder:
+        trainer.load_state_dict(torch.load(Path(folder) / STATE, weights_only=True))
+
+
+def _finish(
+    folder: Path, trainer: Trainer, config: TrainConfig, rollouts: RolloutSet, curve: list[CurvePoint]
+) -> None:
+    """Write the finished drafter and the run's report into the last checkpoint."""
+    module, last = trainer.module, curve[-1]
+    held_out = [module.draft_labels(s.ids[s.prompt_len :].to(module.draft_vocab_ids.device)) for s in trainer.held_out]
+    known = sum(int((labels != IGNORED).sum()) for labels in held_out)
+    report = {
+        "kind": config.kind,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "training_sequences": len(trainer.sequences),
+        "held_out_sequences": len(trainer.held_out),
+        "response_tokens": sum(len(s.ids) - s.prompt_len for s in trainer.sequences),
+        "steps": last.step,
+        "loss": last.loss,
+        "accuracy_by_step": last.accuracy_by_step,
+        "expected_tau": last.expected_tau,
+        "acceptance_by_position": last.acceptance_by_position,
+        "draft_vocab_size": len(module.draft_vocab_ids),
+        "draft_vocab_coverage": known / max(1, sum(len(labels) for labels in held_out)),
+    }
+    provenance = {
+        "target": rollouts.metadata.target,
+        "target_fingerprint": rollouts.metadata.target_fingerprint,
+        "chat_template_hash": rollouts.metadata.chat_template_hash,
+        "rollouts": [{"uri": rollouts.uri, "manifest_sha256": rollouts.manifest_sha256}],
+        "command": "draftloop train",
+        "config": asdict(config),
+        "seed": config.steps.seed,
+        "expected_tau": last.expected_tau,
+        "expected_acceptance_by_position": last.acceptance_by_position,
+        "training_curve": [asdict(point) for point in curve],
+        "versions": versions(),
+    }
+    assert isinstance(module, (RecursiveHead, IndependentHeads))
+    save_checkpoint(folder / DRAFTER, module, provenance)
+    (folder / REPORT).write_text(json.dumps(report))
