@@ -1,0 +1,46 @@
+"""Ask a running endpoint once, as any client would: with the `openai` package, streaming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+ANSWER_TIMEOUT_S = 300.0  # of the whole answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A streamed answer and how it was decoded."""
+
+    text: str
+    completion_tokens: int
+    acceptance: dict[str, Any]  # metrics.speculative_decoding of the last chunk
+
+
+def ask(base_url: str, model: str, question: str, max_tokens: int, on_text: Callable[[str], None]) -> Answer:
+    """Stream one greedy answer. Raises openai.OpenAIError."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=base_url, api_key="none", timeout=ANSWER_TIMEOUT_S, max_retries=0)
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=max_tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    parts: list[str] = []
+    tokens, acceptance = 0, {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            if choice.delta.content:
+                parts.append(choice.delta.content)
+                on_text(choice.delta.content)
+        if chunk.usage:
+            tokens = chunk.usage.completion_tokens
+        metrics = getattr(chunk, "metrics", None)
+        if metrics:
+            acceptance = metrics["speculative_decoding"]
+    return Answer(text="".join(parts), completion_tokens=tokens, acceptance=acceptance)

@@ -1,0 +1,266 @@
+"""The command line: `draftloop generate | train | evaluate | serve`, in the order of the flow, and `quickstart`.
+
+Exit codes: 0 done, 1 failed (one line names the cause and the mend), 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="draftloop",
+    help="Lossless speculative decoding that keeps itself fast. Newcomers: draftloop quickstart.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+TargetOption = Annotated[
+    str,
+    typer.Option("--target", help="smollm2, a Hugging Face id (Qwen/Qwen3-0.6B), a local folder, or a .gguf file."),
+]
+DtypeOption = Annotated[str, typer.Option(help="Of the target: float32 or bfloat16.")]
+BackendOption = Annotated[str, typer.Option(help="auto, native (C++ on CPUs) or torch (any target, CPU and GPU).")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="No progress; the report as one JSON object.")]
+
+
+@app.command()
+def generate(
+    target: TargetOption = "smollm2",
+    prompts: Annotated[
+        str, typer.Option(help="gsm8k_train, gsm8k_test (both shipped), or a JSONL file with messages or prompt.")
+    ] = "gsm8k_train",
+    output: Annotated[str, typer.Option(help="Folder of the rollouts, local or s3://.")] = "draftloop-out/rollouts",
+    limit: Annotated[int | None, typer.Option(help="Use only so many prompts.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap raw prompt rows into a user turn.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Most response tokens per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1: all.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    features: Annotated[bool, typer.Option(help="Store the target's hidden states, which train needs.")] = True,
+    taps: Annotated[int, typer.Option(help="Layers whose hidden states are stored.")] = 5,
+    dtype: DtypeOption = "float32",
+    backend: BackendOption = "auto",
+    batch: Annotated[int, typer.Option(help="Sequences that an actor decodes at once.")] = 8,
+    drafter: Annotated[str | None, typer.Option(help="Drafter that makes generation faster.")] = None,
+    num_actors: Annotated[str, typer.Option(help="Engines in the pool: a number, or least:most.")] = "1",
+    max_bytes: Annotated[int | None, typer.Option(help="Refuse to write more.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let the target continue prompts; write its tokens and features as Parquet rollouts."""
+    with _one_line_errors():
+        from cluster import show
+        from pipelines.generate import GenerateConfig
+        from pipelines.generate import generate as run
+
+        config = GenerateConfig(
+            target=target, prompts=prompts, output=output, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, with_features=features, num_taps=taps,
+            dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=_range(num_actors),
+            max_bytes=max_bytes,
+        )  # fmt: skip
+        with show.stage(console, f"generate: {target} continues {prompts}", as_json) as stage:
+            report = run(config, stage.generate)
+        _end(report, show.generate_table, as_json, f"draftloop train --target {target} --rollouts {report.output}")
+
+
+@app.command()
+def train(
+    target: TargetOption = "smollm2",
+    rollouts: Annotated[str, typer.Option(help="--output of generate.")] = "draftloop-out/rollouts",
+    output: Annotated[str, typer.Option(help="Folder of the drafter.")] = "draftloop-out/drafter",
+    kind: Annotated[Literal["recursive", "independent"], typer.Option(help="Of MTP drafter.")] = "recursive",
+    num_steps: Annotated[int, typer.Option(help="Drafts it is trained for (K).")] = 5,
+    draft_vocab_size: Annotated[int, typer.Option(help="Most frequent tokens that can be drafted; 0: all.")] = 8192,
+    own_lm_head: Annotated[bool, typer.Option(help="Independent heads: an LM head of their own.")] = False,
+    epochs: Annotated[float, typer.Option(help="Passes over the rollouts.")] = 8.0,
+    learning_rate: Annotated[float, typer.Option(help="Peak; warm-up, then cosine to zero.")] = 2e-3,
+    rho: Annotated[float, typer.Option(help="Loss weight of step k is rho^(k-1).")] = 0.8,
+    sequences_per_step: Annotated[int, typer.Option(help="Over all workers.")] = 8,
+    anchors_per_sequence: Annotated[int, typer.Option(help="Draft blocks trained per sequence and step.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of initial weights, order and anchors.")] = 0,
+    num_workers: Annotated[int, typer.Option(help="Ray Train workers.")] = 1,
+    gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per worker.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train an MTP drafter on rollouts; the target stays as it is."""
+    with _one_line_errors():
+        from cluster import show
+        from pipelines.train import train as run
+        from pipelines.train_config import TrainConfig
+        from pipelines.training import StepConfig
+
+        config = TrainConfig(
+            target=target, rollouts=rollouts, output=output, kind=kind, num_steps=num_steps,
+            draft_vocab_size=draft_vocab_size, own_lm_head=own_lm_head, num_workers=num_workers, use_gpu=gpu,
+            steps=StepConfig(
+                epochs=epochs, learning_rate=learning_rate, rho=rho, sequences_per_step=sequences_per_step,
+                anchors_per_sequence=anchors_per_sequence, seed=seed,
+            ),
+        )  # fmt: skip
+        with show.stage(console, f"train: a {kind} MTP drafter for {target}", as_json) as stage:
+            report = run(config, stage.train)
+        _end(report, show.train_table, as_json, f"draftloop evaluate --target {target} --drafter {report.output}")
+
+
+@app.command()
+def evaluate(
+    target: TargetOption = "smollm2",
+    drafter: Annotated[str, typer.Option(help="--output of train.")] = "draftloop-out/drafter",
+    prompts: Annotated[str, typer.Option(help="A shipped set or a JSONL file; never what it was trained on.")] = "gsm8k_test",
+    limit: Annotated[int, typer.Option(help="Prompts to decode.")] = 40,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap raw prompt rows into a user turn.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 128,
+    batch: Annotated[int, typer.Option(help="Prompts decoded at a time.")] = 1,
+    num_draft_tokens: Annotated[int, typer.Option(help="Drafts per round.")] = 4,
+    dtype: DtypeOption = "float32",
+    backend: BackendOption = "auto",
+    device: DeviceOption = "cpu",
+    output: Annotated[str | None, typer.Option(help="JSON file; default: evaluation.json beside the drafter.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Decode held-out prompts with the drafter and without; compare speed and, token for token, the outputs."""
+    with _one_line_errors():
+        from cluster import show
+        from pipelines.evaluate import EvaluateConfig
+        from pipelines.evaluate import evaluate as run
+
+        config = EvaluateConfig(
+            target=target, drafter=drafter, prompts=prompts, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
+            batch=batch, num_draft_tokens=num_draft_tokens, dtype=dtype, backend=backend, device=device, output=output,
+        )  # fmt: skip
+        with show.stage(console, f"evaluate: {drafter} for {target} on {prompts}", as_json) as stage:
+            report = run(config, stage.evaluate)
+        _end(report, show.evaluation_table, as_json, f"draftloop serve --target {target} --drafter {drafter}")
+
+
+@app.command()
+def serve(
+    target: TargetOption = "smollm2",
+    drafter: Annotated[str | None, typer.Option(help="--output of train; without: plain decoding.")] = None,
+    host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    model_name: Annotated[str | None, typer.Option(help="What clients ask for; default: the target's name.")] = None,
+    num_draft_tokens: Annotated[int, typer.Option(min=0, help="Drafts per round; 0 decodes plainly.")] = 4,
+    num_slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
+    max_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt included.")] = 2048,
+    num_replicas: Annotated[int, typer.Option(min=1)] = 1,
+    dtype: DtypeOption = "float32",
+    backend: BackendOption = "auto",
+    device: DeviceOption = "cpu",
+) -> None:
+    """Answer OpenAI-style requests with the target and a drafter, until Ctrl-C."""
+    with _one_line_errors():
+        from pipelines.ray_session import start_ray
+        from serving.colocated import ServeConfig, run_app, shutdown
+
+        settings: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
+        config = ServeConfig(
+            target=target, drafter=drafter, host=host, port=port, model_name=model_name,
+            num_draft_tokens=num_draft_tokens, num_slots=num_slots, max_len=max_len, num_replicas=num_replicas,
+            **settings,
+        )  # fmt: skip
+        start_ray()
+        base_url = run_app(config)
+        console.print(f"[bold]serving[/bold] {config.served_name} at {base_url}, drafter {drafter or 'none'}")
+        console.print("try it:")
+        body = f'{{"model": "{config.served_name}", "messages": [{{"role": "user", "content": "What is 7 * 12?"}}]}}'
+        console.print(
+            f"  curl {base_url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        try:
+            threading.Event().wait()
+        finally:
+            shutdown()
+
+
+@app.command()
+def quickstart(
+    target: TargetOption = "smollm2",
+    output: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("draftloop-out/quickstart"),
+    prompts: Annotated[int, typer.Option(min=8, max=800, help="GSM8K questions to train on.")] = 500,
+    epochs: Annotated[float, typer.Option(help="Passes over the target's answers.")] = 8.0,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+) -> None:
+    """The whole loop once, small: generate, train, evaluate, serve."""
+    with _one_line_errors():
+        from cluster.quickstart import quickstart as run
+
+        run(console, target, output, prompts, epochs, port)
+
+
+# -- what the commands share -------------------------------------------------------------------------------------------
+
+
+def _range(text: str) -> tuple[int, int]:
+    """`3` or `1:4` as (least, most)."""
+    parts = text.split(":")
+    try:
+        low, high = int(parts[0]), int(parts[-1])
+    except ValueError:
+        low, high = 1, 0
+    if len(parts) > 2 or not 1 <= low <= high:
+        raise typer.BadParameter(f"{text!r} is not a number or least:most, such as 2 or 1:4")
+    return low, high
+
+
+def _end(report: Any, table: Any, as_json: bool, next_command: str) -> None:
+    """What was made, its headline figures, and the next command to type."""
+    from cluster import show
+
+    if as_json:
+        print(show.as_json(report))
+        return
+    console.print(table(report))
+    console.print(f"next: {next_command}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """A user's mistake ends in one line and exit code 1, a bad option value in exit code 2; never in a traceback."""
+    import pydantic
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print("stopped; run the same command again to go on")
+        raise typer.Exit(1) from None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        _fail(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", 2)
+    except (ValueError, OSError, RuntimeError) as error:
+        if not _is_told(error):
+            raise
+        _fail(str(error), 1)
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether the error is one of ours, whose message is meant for users; anything else is a bug and shows its traceback."""
+    return type(error).__module__.split(".")[0] in {"drafters", "serving", "pipelines", "cluster"} or isinstance(
+        error, OSError
+    )
+
+
+def _fail(message: str, code: int) -> None:
+    errors.print(f"[red]error:[/red] {' '.join(message.split())}", highlight=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(app())

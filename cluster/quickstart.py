@@ -1,0 +1,110 @@
+"""`draftloop quickstart`: the whole loop once, on a real model with small settings. Run again, it reuses what is there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster import show
+from cluster.ask import ask
+from drafters.checkpoint import CheckpointError, read_provenance
+from drafters.target import load_target
+from pipelines.evaluate import EvaluateConfig, Evaluation, evaluate
+from pipelines.generate import GenerateConfig, generate
+from pipelines.ray_session import start_ray
+from pipelines.rollout_store import open_rollouts
+from pipelines.train import train
+from pipelines.train_config import TrainConfig
+from pipelines.training import StepConfig
+from serving.colocated import ServeConfig, run_app, shutdown
+
+QUESTION = "A baker makes 12 trays of 8 rolls and sells 70 of them. How many rolls are left?"
+ANSWER_TOKENS = 128
+
+
+def quickstart(console: Console, target: str, output: Path, prompts: int, epochs: float, port: int) -> None:
+    """generate, train, evaluate, serve. Raises the stages' own errors."""
+    rollouts, drafter = output / "rollouts", output / "drafter"
+    with show.stage(console, f"1 of 5  target {target}", quiet=False) as stage:
+        found = load_target(target, on_progress=stage.say)
+        stage.say(f"{found.config.model_type}, {found.num_layers} layers of width {found.width}, in {found.path}")
+
+    with show.stage(console, f"2 of 5  generate: the target answers {prompts} questions", quiet=False) as stage:
+        config = GenerateConfig(target=target, prompts="gsm8k_train", limit=prompts, output=str(rollouts), batch=8)
+        made = generate(config, stage.generate)
+    console.print(show.generate_table(made))
+
+    training = TrainConfig(
+        target=target, rollouts=str(rollouts), output=str(drafter), steps=StepConfig(epochs=epochs)
+    )
+    with show.stage(console, "3 of 5  train: a recursive MTP drafter on the target's own answers", quiet=False) as stage:
+        if _trained_already(training):
+            stage.say(f"the drafter in {drafter} is from these rollouts and options: reused")
+        else:
+            console.print(show.train_table(train(training, stage.train)))
+
+    with show.stage(console, "4 of 5  evaluate: held-out questions, with the drafter and without", quiet=False) as stage:
+        measuring = EvaluateConfig(target=target, drafter=str(drafter))
+        evaluation = _measured_already(measuring)
+        if evaluation:
+            stage.say(f"{drafter / 'evaluation.json'} is of this drafter: reused")
+        else:
+            evaluation = evaluate(measuring, stage.evaluate)
+    console.print(show.evaluation_table(evaluation))
+
+    with show.stage(console, "5 of 5  serve: one question over HTTP", quiet=False) as stage:
+        _serve_once(console, stage, ServeConfig(target=target, drafter=str(drafter), port=port))
+    console.print("\n[bold]next[/bold]")
+    for command in (
+        f"draftloop serve --target {target} --drafter {drafter}",
+        f"draftloop evaluate --target {target} --drafter {drafter} --batch 4",
+        f"draftloop generate --target {target} --prompts YOUR.jsonl --output my-rollouts",
+    ):
+        console.print(f"  {command}", highlight=False, soft_wrap=True)
+
+
+def _trained_already(config: TrainConfig) -> bool:
+    """Whether the drafter in the output folder came from the same options and rollouts."""
+    try:
+        provenance = read_provenance(Path(config.output))
+    except CheckpointError:
+        return False
+    rollouts = [entry["manifest_sha256"] for entry in provenance.get("rollouts", [])]
+    same = provenance.get("config") == json.loads(json.dumps(asdict(config)))
+    return same and rollouts == [open_rollouts(config.rollouts).manifest_sha256]
+
+
+def _measured_already(config: EvaluateConfig) -> Evaluation | None:
+    """The evaluation beside the drafter, if it was made with the same options after the drafter was."""
+    file = Path(config.drafter) / "evaluation.json"
+    try:
+        facts = json.loads(file.read_text())
+        known = Evaluation(**{field.name: facts[field.name] for field in fields(Evaluation)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    asked = (config.prompts, config.limit, config.batch, config.dtype, config.max_new_tokens, config.num_draft_tokens)
+    have = (known.prompt_set, known.prompts, known.batch, known.dtype, known.max_new_tokens, known.num_draft_tokens)
+    return known if asked == have else None
+
+
+def _serve_once(console: Console, stage: show.Stage, config: ServeConfig) -> None:
+    start_ray()
+    base_url = run_app(config)
+    try:
+        stage.say(f"POST {base_url}/chat/completions: {QUESTION}")
+        answer = ask(
+            base_url,
+            config.served_name,
+            QUESTION,
+            ANSWER_TOKENS,
+            lambda text: console.print(text, end="", style="green", highlight=False, markup=False, soft_wrap=True),
+        )
+        console.print()
+        tau = answer.acceptance.get("tau")
+        shown = "no verify round" if tau is None else f"tau {tau:.2f}"
+        stage.say(f"{answer.completion_tokens} tokens, {shown}, drafter {answer.acceptance.get('drafter')}")
+    finally:
+        shutdown()

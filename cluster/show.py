@@ -1,0 +1,148 @@
+"""What people see: progress while a stage works, a table at its end. Machines get the same facts with --json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pipelines.evaluate import EvaluateProgress, Evaluation
+from pipelines.generate import GenerateProgress, GenerateReport
+from pipelines.train import TrainReport
+from pipelines.training import CurvePoint
+
+PLAIN_EVERY = 0.1  # without a terminal: a line each time this share of the work is done
+
+
+class Stage:
+    """Shows one stage's progress: a bar on a terminal, now and then a line elsewhere. Silent with --json."""
+
+    def __init__(self, console: Console, progress: Progress | None, quiet: bool):
+        self._console, self._progress, self._quiet = console, progress, quiet
+        self._task: TaskID | None = None
+        self._next_share = 0.0
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if not self._quiet:
+            self._console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def at(self, done: float, total: float, text: str) -> None:
+        """Where the work stands."""
+        if self._quiet or not total:
+            return
+        if self._progress is None:
+            if done / total >= self._next_share or done >= total:
+                self._next_share = done / total + PLAIN_EVERY
+                self.say(f"{done:g} of {total:g}: {text}")
+            return
+        if self._task is None:
+            self._task = self._progress.add_task("", total=total)
+        self._progress.update(self._task, completed=done, total=total, description=text)
+
+    # -- one method per stage ---------------------------------------------------------------------------------------
+
+    def generate(self, progress: GenerateProgress) -> None:
+        if progress.message:
+            self.say(progress.message)
+        elif progress.rows_total:
+            text = f"{progress.response_tokens:,} tokens, {progress.tokens_per_s:,.0f} tok/s"
+            self.at(progress.rows_done, progress.rows_total, text)
+
+    def train(self, point: CurvePoint) -> None:
+        accuracy = " ".join(f"{a:.2f}" for a in point.accuracy_by_step)
+        if point.expected_tau is not None:
+            self.say(
+                f"step {point.step}: loss {point.loss:.3f}, accuracy by step {accuracy}, "
+                f"expected tau {point.expected_tau:.2f}"
+            )
+        self.at(point.step, point.total_steps, f"loss {point.loss:.2f}, accuracy {accuracy}")
+
+    def evaluate(self, progress: EvaluateProgress) -> None:
+        tau = "-" if progress.tau is None else f"{progress.tau:.2f}"
+        text = f"tau {tau}, equal {progress.equal}/{progress.prompts_done}"
+        self.at(progress.prompts_done, progress.prompts_total, text)
+
+
+@contextmanager
+def stage(console: Console, title: str, quiet: bool) -> Iterator[Stage]:
+    """A titled stage with its progress."""
+    if quiet:
+        yield Stage(console, None, quiet=True)
+        return
+    console.print(f"\n[bold]{title}[/bold]")
+    if not console.is_terminal:
+        yield Stage(console, None, quiet=False)
+        return
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(TextColumn(" "), *columns, console=console, transient=True) as progress:
+        yield Stage(console, progress, quiet=False)
+
+
+def as_json(report: Any) -> str:
+    """A report's facts for machines."""
+    return json.dumps(asdict(report))
+
+
+def generate_table(report: GenerateReport) -> Table:
+    table = _facts("rollouts")
+    table.add_row("sequences", f"{report.rows:,} ({report.rejected} rejected)")
+    table.add_row("response tokens", f"{report.response_tokens:,}")
+    table.add_row("size", f"{report.bytes / 1e6:,.1f} MB")
+    table.add_row("shards", f"{report.shards_made} made, {report.shards_reused} reused")
+    if report.tokens_per_s:
+        table.add_row("speed", f"{report.tokens_per_s:,.0f} tok/s over {report.seconds:.0f} s, start included")
+    table.add_row("folder", report.output)
+    return table
+
+
+def train_table(report: TrainReport) -> Table:
+    table = _facts("drafter")
+    table.add_row("kind", f"{report.kind} MTP, {report.parameters / 1e6:.1f} M parameters")
+    table.add_row("trained on", f"{report.training_sequences:,} sequences, {report.response_tokens:,} response tokens")
+    table.add_row("steps", f"{report.steps} in {report.seconds:.0f} s, start included")
+    table.add_row("loss", f"{report.loss:.3f}")
+    table.add_row("accuracy by step", _by_position(report.accuracy_by_step))
+    expected = "-" if report.expected_tau is None else f"{report.expected_tau:.2f}"
+    table.add_row("expected tau", f"{expected} on {report.held_out_sequences} held-out sequences")
+    table.add_row("draft vocabulary", f"{report.draft_vocab_size:,} tokens, {report.draft_vocab_coverage:.1%} covered")
+    table.add_row("folder", report.output)
+    return table
+
+
+def evaluation_table(e: Evaluation) -> Table:
+    title = f"{e.drafter} on {e.prompt_set}: {e.prompts} prompts, batch {e.batch}, {e.dtype}, {e.backend} backend"
+    table = _facts(title)
+    low, _, high = e.s_measured_quartiles
+    table.add_row("tau", "-" if e.tau is None else f"{e.tau:.2f} ({e.num_draft_tokens} drafts per round)")
+    table.add_row("acceptance rate by position", _by_position(e.acceptance_by_position))
+    table.add_row("T_base", _ms(e.t_base_s))
+    table.add_row("T_draft", _ms(e.t_draft_s))
+    table.add_row("T_verify", _ms(e.t_verify_s))
+    table.add_row("S_predicted", "-" if e.s_predicted is None else f"{e.s_predicted:.2f}")
+    table.add_row("S_measured", f"{e.s_measured:.2f} (quartiles {low:.2f} to {high:.2f})")
+    table.add_row("tokens/s, plain and drafted", f"{e.tokens_per_s_plain:.1f}, {e.tokens_per_s_drafted:.1f}")
+    verdict = "equal to plain decoding, token for token"
+    table.add_row("outputs", f"{e.equal} of {e.prompts} {verdict}")
+    return table
+
+
+def _facts(title: str) -> Table:
+    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _by_position(values: list[float]) -> str:
+    return "  ".join(f"{value:.2f}" for value in values)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
