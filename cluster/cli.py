@@ -119,7 +119,9 @@ def train(
 def evaluate(
     target: TargetOption = "smollm2",
     drafter: Annotated[str, typer.Option(help="--output of train.")] = "draftloop-out/drafter",
-    prompts: Annotated[str, typer.Option(help="A shipped set or a JSONL file; never what it was trained on.")] = "gsm8k_test",
+    prompts: Annotated[
+        str, typer.Option(help="A shipped set or a JSONL file; never what it was trained on.")
+    ] = "gsm8k_test",
     limit: Annotated[int, typer.Option(help="Prompts to decode.")] = 40,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap raw prompt rows into a user turn.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 128,
@@ -250,7 +252,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _is_told(error: Exception) -> bool:
-    """Whether the error is one of ours, whose message is meant for users; anything else is a bug and shows its traceback."""
+    """Whether the error is one of ours, with a message for users; anything else is a bug and keeps its traceback."""
     return type(error).__module__.split(".")[0] in {"drafters", "serving", "pipelines", "cluster"} or isinstance(
         error, OSError
     )

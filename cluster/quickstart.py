@@ -1,4 +1,4 @@
-"""`draftloop quickstart`: the whole loop once, on a real model with small settings. Run again, it reuses what is there."""
+"""`draftloop quickstart`: the whole loop once, on a real model, with small settings. A second run reuses all it can."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ def quickstart(console: Console, target: str, output: Path, prompts: int, epochs
         made = generate(config, stage.generate)
     console.print(show.generate_table(made))
 
-    training = TrainConfig(
-        target=target, rollouts=str(rollouts), output=str(drafter), steps=StepConfig(epochs=epochs)
-    )
-    with show.stage(console, "3 of 5  train: a recursive MTP drafter on the target's own answers", quiet=False) as stage:
+    training = TrainConfig(target=target, rollouts=str(rollouts), output=str(drafter), steps=StepConfig(epochs=epochs))
+    with show.stage(
+        console, "3 of 5  train: a recursive MTP drafter on the target's own answers", quiet=False
+    ) as stage:
         if _trained_already(training):
             stage.say(f"the drafter in {drafter} is from these rollouts and options: reused")
         else:
             console.print(show.train_table(train(training, stage.train)))
 
-    with show.stage(console, "4 of 5  evaluate: held-out questions, with the drafter and without", quiet=False) as stage:
+    with show.stage(
+        console, "4 of 5  evaluate: held-out questions, with the drafter and without", quiet=False
+    ) as stage:
         measuring = EvaluateConfig(target=target, drafter=str(drafter))
         evaluation = _measured_already(measuring)
         if evaluation:

@@ -1,1 +1,4 @@
-"""What a drafter is: models, losses, the accept/reject mathematics, checkpoints. Imports neither Ray nor the other packages."""
+"""What a drafter is: models, losses, the accept/reject mathematics, checkpoints.
+
+Imports neither Ray nor the other packages.
+"""

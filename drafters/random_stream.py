@@ -1,6 +1,6 @@
 """Counter-based random numbers: a pure function of (seed, position, stream), the same alone or in any batch.
 
-The mixing is SplitMix64's finaliser (Steele, Lea, Flood 2014), applied to the counter; 53 bits become a float in [0, 1).
+The mixing is the finaliser of SplitMix64 (Steele, Lea, Flood 2014) on the counter; 53 bits become a float in [0, 1).
 """
 
 from __future__ import annotations

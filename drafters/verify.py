@@ -1,4 +1,6 @@
-"""Accept or reject drafts, as pure tensor functions: target tokens or probabilities in, accepted lengths and the bonus token out.
+"""Accept or reject drafts, as pure tensor functions.
+
+In: the target's tokens or probabilities, and the drafts. Out: accepted lengths and bonus tokens.
 
 Shapes: B sequences, K drafts, V vocabulary, C candidates of a sparse distribution. Row j of the target's K + 1 rows is
 the distribution of the token in draft position j (0-based); row K gives the token after all drafts.
@@ -79,9 +81,9 @@ def residual(target_probs_BV: Tensor, draft_ids_BC: Tensor, draft_probs_BC: Tens
 
 
 def sample(weights_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """One token per row by inverting the cumulative sum of non-negative weights (not necessarily normalised), in float64.
+    """One token per row, by inverting the cumulative sum of its non-negative weights in float64.
 
-    A token of weight 0 is never returned.
+    Weights need not be normalised. A token of weight 0 is never returned.
     """
     cdf_NV = weights_NV.double().cumsum(dim=1)
     total_N1 = cdf_NV[:, -1:]

@@ -89,16 +89,16 @@ class EvaluateProgress:
     equal: int
 
 
-def evaluate(
-    config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], None] | None = None
-) -> Evaluation:
+def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], None] | None = None) -> Evaluation:
     """Measure a drafter by real decoding. Raises TargetError, CheckpointError, PromptError or EvaluationError."""
     if config.batch < 1 or config.limit < 1 or config.num_draft_tokens < 1:
         raise EvaluationError("batch, limit and num_draft_tokens must be at least 1")
     target = load_target(config.target)
     room = target.max_len - config.max_new_tokens
     if room < 1:
-        raise EvaluationError(f"max_new_tokens {config.max_new_tokens} leaves no room in {target.max_len} tokens of context")
+        raise EvaluationError(
+            f"max_new_tokens {config.max_new_tokens} leaves no room in {target.max_len} tokens of context"
+        )
     rows = read_prompts(config.prompts, target, max_prompt_tokens=room, chat=config.chat, limit=config.limit).rows
     longest = max(len(row.prompt_ids) for row in rows)
     engine = build_engine(
@@ -151,12 +151,12 @@ def _decode_both_ways(
     for number, first in enumerate(range(0, len(rows), config.batch)):
         prompts = [row.prompt_ids for row in rows[first : first + config.batch]]
         order = (False, True) if number % 2 == 0 else (True, False)
-        results = {drafted: decode(prompts, drafted) for drafted in order}
+        results = {with_drafter: decode(prompts, with_drafter) for with_drafter in order}
         run = _Run(results[False][0], results[True][0], results[False][1], results[True][1])
         runs.append(run)
-        for plain, drafted in zip(run.plain, run.drafted, strict=True):
-            acceptance.add(drafted.acceptance)
-            equal += plain.token_ids == drafted.token_ids
+        for without, completion in zip(run.plain, run.drafted, strict=True):
+            acceptance.add(completion.acceptance)
+            equal += without.token_ids == completion.token_ids
         if on_progress:
             on_progress(EvaluateProgress(min(first + config.batch, len(rows)), len(rows), acceptance.tau, equal))
     return runs

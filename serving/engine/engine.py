@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
@@ -133,7 +134,9 @@ class Engine:
                 f"context of {self.max_len} tokens; shorten one of them"
             )
         if keep_features and not self.target_layer_ids:
-            raise RequestError("features were asked for, but no layer is tapped; build the engine with target_layer_ids")
+            raise RequestError(
+                "features were asked for, but no layer is tapped; build the engine with target_layer_ids"
+            )
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else set(self.eos_token_ids))
         sequence = Sequence(
             request_id=request_id,
@@ -208,7 +211,8 @@ class Engine:
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Complete all prompts (token ids) and return the completions in the order of the prompts."""
-        params = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, (list, tuple)) else list(sampling)
+        shared = sampling is None or isinstance(sampling, Sampling)
+        params: Seq[Sampling] = [sampling or Sampling()] * len(prompts) if shared else sampling  # type: ignore[assignment, list-item]
         names = [f"generate-{next(self._names)}" for _ in prompts]
         done = {}
         for completion in self.run(zip(names, prompts, params, strict=True), keep_features=keep_features):
@@ -218,7 +222,10 @@ class Engine:
         return [done[name] for name in names]
 
     def set_drafter(self, drafter: Drafter | None) -> None:
-        """Swap the drafter between rounds. Running requests go on plainly if the new one needs features they no longer have."""
+        """Swap the drafter between rounds.
+
+        Running requests go on plainly if the new one needs features that they no longer have.
+        """
         self._columns = _feature_columns(self.backend, drafter) if drafter and drafter.target_layer_ids else None
         if drafter:
             drafter.allocate(self.num_slots, self.max_len)
@@ -234,7 +241,7 @@ class Engine:
     # -- one round ------------------------------------------------------------------------------------------------
 
     def _draft(self, plan: Plan) -> tuple[list[bool], Drafts]:
-        """Ask the drafter; returns which sequences it was asked for, and the drafts. A drafter that fails costs only its drafts."""
+        """Ask the drafter: which sequences it was asked for, and the drafts. One that fails costs only its drafts."""
         batch = len(plan.decoding)
         places = [i for i, s in enumerate(plan.decoding) if s.draftable]
         number = min(self.num_draft_tokens, self._drafter.max_draft_tokens) if self._drafter else 0

@@ -1,6 +1,7 @@
-"""One round as functions: ask the drafter, lay out the rows, decide what the target keeps. `Engine.step` calls them in order.
+"""One round as functions: ask the drafter, lay out the rows, decide what the target keeps.
 
-generate, evaluate and serve all decode through these functions; plain decoding is the same path with no drafts.
+`Engine.step` calls them in this order; generate, evaluate and serve all decode through them. Plain decoding is the same
+path with no drafts.
 """
 
 from __future__ import annotations
@@ -135,9 +136,7 @@ def _target_tokens(sequences: list[Sequence], counts: np.ndarray, logits_NV: Ten
         positions = np.concatenate([len(s.tokens) + np.arange(c + 1) for s, c in zip(sequences, counts, strict=True)])
         sampled = [sequences[b] for b in row_of[rows]]
         index = torch.from_numpy(rows).to(logits_NV.device)
-        u = random_stream.uniforms(
-            np.array([s.sampling.seed for s in sampled]), positions[rows], random_stream.TARGET
-        )
+        u = random_stream.uniforms(np.array([s.sampling.seed for s in sampled]), positions[rows], random_stream.TARGET)
         probs_NV = _probs(sampled, logits_NV[index])
         tokens_N[index] = sample(probs_NV, torch.from_numpy(u).to(logits_NV.device))
     return tokens_N.cpu()

@@ -32,7 +32,7 @@ class Rows:
         """(slot, first row, number of rows, first position) of each slot's run of rows, in row order."""
         slots, positions = self.slots_R.tolist(), self.positions_R.tolist()
         starts = [0] + [i for i in range(1, len(slots)) if slots[i] != slots[i - 1]]
-        ends = starts[1:] + [len(slots)]
+        ends = [*starts[1:], len(slots)]
         return [(slots[s], s, e - s, positions[s]) for s, e in zip(starts, ends, strict=True)]
 
 
@@ -45,7 +45,9 @@ def make_rows(
     positions = [start + i for _, start, tokens in runs for i in range(len(tokens))]
     packed = torch.tensor([ids, slots, positions], dtype=torch.int64)
     wanted = None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64)
-    return Rows(ids_R=packed[0], slots_R=packed[1], positions_R=packed[2], logit_rows=wanted, with_features=with_features)
+    return Rows(
+        ids_R=packed[0], slots_R=packed[1], positions_R=packed[2], logit_rows=wanted, with_features=with_features
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class RowsOutput:
     """What a pass gives back, on the backend's device. Valid until the next `forward`: copy what must live longer."""
 
     logits_NV: Tensor  # float32 or the backend's dtype, N = len(logit_rows) or R
-    features_RF: Tensor | None  # [R, taps * width] in the order of `target_layer_ids`; None if nothing is tapped or wanted
+    features_RF: Tensor | None  # [R, taps * width] in the order of `target_layer_ids`; None if none are wanted
 
 
 class RowsBackend(Protocol):

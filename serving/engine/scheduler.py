@@ -18,7 +18,7 @@ class Plan:
 
 
 class Scheduler:
-    """Admits waiting requests in order of arrival to the lowest free slots, so that used slots stay dense at the front."""
+    """Admits waiting requests in order of arrival to the lowest free slots, so that used slots lie at the front."""
 
     def __init__(self, num_slots: int, max_prefill_rows: int):
         self.waiting: deque[Sequence] = deque()

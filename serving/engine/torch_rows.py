@@ -19,6 +19,8 @@ from serving.engine.rows import Rows, RowsOutput
 
 ATTENTION_NAME = "draftloop_slots"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+RECURRENT_TYPES = {"mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2"}
+RECURRENT_KEYS = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads", "rwkv_hidden_size")  # of other families
 MAX_PADDED_RUN = 32  # runs up to this many rows share one padded attention call; longer ones (prefill) get their own
 
 
@@ -33,8 +35,7 @@ def unsupported_reason(config: Any) -> str | None:
         return f"{config.model_type} has layers of type {', '.join(sorted(types))}, whose state cannot be rolled back"
     if getattr(config, "is_encoder_decoder", False):
         return f"{config.model_type} is an encoder-decoder; Draftloop decodes decoder-only targets"
-    recurrent = [key for key in ("ssm_cfg", "mamba_d_state", "linear_num_key_heads", "rwkv_hidden_size") if hasattr(config, key)]
-    if recurrent or config.model_type in {"mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2"}:
+    if config.model_type in RECURRENT_TYPES or any(hasattr(config, key) for key in RECURRENT_KEYS):
         return f"{config.model_type} has recurrent or linear-attention state, which cannot be rolled back"
     if getattr(config, "num_kv_shared_layers", 0):
         return f"{config.model_type} shares keys and values between layers, which the slot cache does not hold"
@@ -144,7 +145,13 @@ def _attend(
 
 
 def _attend_explicitly(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention with soft-capped scores (Gemma 2) or attention sinks (gpt-oss), which the fused kernels lack."""
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -169,16 +176,16 @@ class TorchRows:
 
     name = "torch"
 
-    def __init__(
-        self, model: PreTrainedModel, *, num_slots: int, max_len: int, target_layer_ids: tuple[int, ...] = ()
-    ):
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int, target_layer_ids: tuple[int, ...] = ()):
         config = model.config.get_text_config()
         reason = unsupported_reason(config)
         if reason:
             raise UnsupportedTargetError(f"{reason}; choose another target")
         for layer in target_layer_ids:
             if not 0 <= layer < config.num_hidden_layers:
-                raise ValueError(f"tapped layer {layer} does not exist: the target has {config.num_hidden_layers} layers")
+                raise ValueError(
+                    f"tapped layer {layer} does not exist: the target has {config.num_hidden_layers} layers"
+                )
         self.model = model.eval().requires_grad_(False)
         self.model.set_attn_implementation(ATTENTION_NAME)
         self.num_slots, self.max_len = num_slots, max_len
