@@ -7,6 +7,7 @@ vocabulary, a part of the target's; the embedding and (unless it has its own) th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -89,15 +90,16 @@ class ResidualHead(nn.Module):
     def __init__(self, config: MtpConfig):
         super().__init__()
         width, inner = config.hidden_size, config.expansion * config.hidden_size
+        last = nn.LayerNorm(width)
+        nn.init.zeros_(last.weight)  # starts as the identity: the head then says what the target's LM head says
         self.mlp = nn.Sequential(
             nn.LayerNorm(width),
             nn.Linear(width, inner),
             nn.SiLU(),
             nn.Dropout(config.dropout),
             nn.Linear(inner, width),
-            nn.LayerNorm(width),
+            last,
         )
-        nn.init.zeros_(self.mlp[5].weight)  # starts as the identity: the head then says what the target's LM head says
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
@@ -150,6 +152,8 @@ class RecursiveHead(MtpModule):
     unrolled over the drafter's own outputs.
     """
 
+    inverse_frequency: Tensor
+
     def __init__(self, config: MtpConfig):
         super().__init__(config)
         width, dim = config.hidden_size, config.head_dim
@@ -166,9 +170,15 @@ class RecursiveHead(MtpModule):
         self.gate_up_proj = nn.Linear(width, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, width, bias=False)
         self.norm = nn.RMSNorm(width, eps=config.rms_eps)
-        inverse = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-        self.register_buffer("inverse_frequency", inverse, persistent=False)
-        nn.init.constant_(self.norm.weight, 0.3)  # tied heads are scaled for the target's own norm: start with mild logits
+        self.register_buffer("inverse_frequency", _inverse_frequency(config), persistent=False)
+        nn.init.constant_(
+            self.norm.weight, 0.3
+        )  # tied heads are scaled for the target's own norm: mild logits at first
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RecursiveHead:
+        super()._apply(fn, recurse)  # a change to bfloat16 would shift the angles of far positions by a quarter turn
+        self.inverse_frequency = _inverse_frequency(self.config).to(self.inverse_frequency.device)
+        return self
 
     # -- the parts, on rows [..., width] ------------------------------------------------------------------------------
 
@@ -240,6 +250,11 @@ class RecursiveHead(MtpModule):
                 following = batch.ids_BT[rows_B1, (anchors + k + 2).clamp(max=batch.ids_BT.shape[1] - 1)]
                 x_BAD = self.enter(following, hidden_BAD)
         return self.logits(torch.stack(outputs, dim=2))
+
+
+def _inverse_frequency(config: MtpConfig) -> Tensor:
+    """Rotary frequencies [head_dim / 2], always in float32."""
+    return config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
 
 
 def _attend_steps(

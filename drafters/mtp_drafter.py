@@ -31,7 +31,8 @@ class IndependentDrafter:
             return empty_reply(len(request.slots))
         assert request.features_NF is not None
         last_B = torch.tensor(request.counts).cumsum(0) - 1
-        features = request.features_NF[last_B].to(self.module.lm_head_WD.dtype)
+        like = self.module.lm_head_WD
+        features = request.features_NF[last_B].to(like.device, like.dtype)
         choice_BK = self.module.step_logits(features).argmax(dim=-1)[:, : request.num_draft_tokens]
         return DraftReply(tokens_BK=self.module.draft_vocab_ids[choice_BK].cpu())
 
@@ -65,7 +66,9 @@ class RecursiveDrafter:
         if num == 0:
             return empty_reply(len(request.slots))
         slots, device = request.slots, hidden_BD.device
-        positions = torch.tensor([s + c - 1 for s, c in zip(request.starts, request.counts, strict=True)], device=device)
+        positions = torch.tensor(
+            [s + c - 1 for s, c in zip(request.starts, request.counts, strict=True)], device=device
+        )
         longest = int(positions.max()) + 1
         for k in range(1, num + 1):
             token_B = self.module.draft_vocab_ids[self.module.logits(hidden_BD).argmax(dim=-1)]
@@ -81,7 +84,9 @@ class RecursiveDrafter:
         ):
             known = self._lengths[slot] if self._epochs[slot] == epoch else 0
             if start != known:
-                raise ValueError(f"slot {slot} of epoch {epoch} knows {known} pairs, and the next ones start at {start}")
+                raise ValueError(
+                    f"slot {slot} of epoch {epoch} knows {known} pairs, and the next ones start at {start}"
+                )
             self._epochs[slot], self._lengths[slot] = epoch, start + count
 
     def _observe(self, request: DraftRequest) -> Tensor:
