@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.toy_folder import save_toy_target
+
+# Toy models are too small to share among threads: one is as fast, and leaves the other cores to whoever needs them.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A toy target (two layers, byte vocabulary) and test drafters that are always right, always wrong, half right, random."""
+"""A toy target (two layers, byte vocabulary) and test drafters: always right, always wrong, half right, random."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ VOCAB = 256
 
 def toy_config(**changes) -> LlamaConfig:
     """Two layers of width 32 over a byte vocabulary; `changes` override single fields."""
-    fields = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        initializer_range=0.35,  # wide enough for peaked, varied continuations
-    )
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "initializer_range": 0.35,  # wide enough for peaked, varied continuations
+    }
     return LlamaConfig(**(fields | changes))
 
 
@@ -76,24 +76,28 @@ class _TargetDrafter:
         assert offset == len(tokens)
         return sequences
 
-    @torch.inference_mode()
-    def _continue(self, tokens: list[int], count: int) -> list[int]:
-        ids, out = list(tokens), []
+    def _continue(self, sequences: list[list[int]], count: int) -> list[list[int]]:
+        paths = [tuple(s) for s in sequences]
         for _ in range(count):
-            key = tuple(ids)
-            if key not in self.argmax:
-                self.argmax[key] = int(self.model(torch.tensor([ids])).logits[0, -1].argmax())
-            ids.append(self.argmax[key])
-            out.append(self.argmax[key])
-        return out
+            self._learn(paths)
+            paths = [(*path, self.argmax[path]) for path in paths]
+        return [list(path[len(s) :]) for path, s in zip(paths, sequences, strict=True)]
+
+    @torch.inference_mode()
+    def _learn(self, paths: list[tuple[int, ...]]) -> None:
+        """Look up the target's next token of all unknown paths, those of one length in one pass."""
+        unknown = {path for path in paths if path not in self.argmax}
+        for length in {len(path) for path in unknown}:
+            group = sorted(path for path in unknown if len(path) == length)
+            tokens = self.model(torch.tensor(group), logits_to_keep=1).logits[:, -1].argmax(dim=-1)
+            self.argmax.update(zip(group, tokens.tolist(), strict=True))
 
     def _spoil(self, drafts_BK: torch.Tensor) -> torch.Tensor:
         return drafts_BK
 
     def draft(self, request: DraftRequest) -> DraftReply:
-        sequences = self._observe(request)
-        drafts = [self._continue(s, request.num_draft_tokens) for s in sequences]
-        drafts_BK = torch.tensor(drafts, dtype=torch.int64).reshape(len(sequences), request.num_draft_tokens)
+        drafts = self._continue(self._observe(request), request.num_draft_tokens)
+        drafts_BK = torch.tensor(drafts, dtype=torch.int64).reshape(len(drafts), request.num_draft_tokens)
         return DraftReply(tokens_BK=self._spoil(drafts_BK))
 
 

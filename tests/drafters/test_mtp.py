@@ -1,0 +1,337 @@
+"""MTP drafters: what is trained is what is served, step by step; labels sit right; nothing leaks backwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from drafters.acceptance import Acceptance
+from drafters.checkpoint import as_drafter
+from drafters.drafter import DraftRequest
+from drafters.losses import draft_loss
+from drafters.mtp import MtpModule
+from drafters.training_batch import IGNORED, TrainingBatch, pad_sequences
+from pipelines.training import StepConfig, Trainer, TrainingSequence, expected_acceptance
+from serving.engine.engine import Engine, EngineConfig
+from serving.engine.sampling import Sampling
+from serving.engine.torch_rows import TorchRows
+from tests.toy_mtp import TAPS, Overheard, continued, features_of, sequence_of, toy_mtp
+from tests.toy_target import toy_model, toy_prompts
+
+KINDS = ["recursive", "independent"]
+STEPS = 3  # K of the toy drafters
+NEW = 24  # tokens per continuation
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The target in the plain, for references; engines take over copies of their own."""
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return toy_prompts(9, low=1, high=60)
+
+
+@pytest.fixture(scope="module")
+def sequences(model, prompts) -> list[TrainingSequence]:
+    return continued(model, prompts, NEW)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request, model, sequences) -> MtpModule:
+    """Half learned, so that some drafts are right and some wrong."""
+    module = toy_mtp(model, request.param)
+    config = StepConfig(epochs=60, sequences_per_step=9, learning_rate=1e-2, evaluations=1)
+    for _ in Trainer(module, sequences, [], config).run():
+        pass
+    return module.eval()
+
+
+def toy_engine(drafter, **changes) -> Engine:
+    """Three slots for nine ragged requests, prompts fed in chunks of at most seven rows a pass."""
+    options = {"num_draft_tokens": STEPS, "max_prefill_rows": 7} | changes
+    rows = TorchRows(toy_model(), num_slots=3, max_len=128, target_layer_ids=TAPS)
+    return Engine(rows, drafter, config=EngineConfig(**options))
+
+
+def teacher_forced(model, module: MtpModule, ids: list[int], rounds: list[tuple[int, list[int]]]) -> torch.Tensor:
+    """[rounds, K, W] training-mode logits at every round's anchor pair p, on the tokens up to p + 1 and its drafts.
+
+    Features come from a plain pass over the whole sequence; those behind the anchor are noise, which must not matter.
+    """
+    features = features_of(model, ids)
+    own = [torch.tensor(ids[: p + 2] + drafts) for p, drafts in rounds]
+    known = [torch.cat([features[: p + 1], torch.randn(len(drafts), features.shape[1])]) for p, drafts in rounds]
+    ids_BT, features_BTF, lengths_B = pad_sequences(own, known, torch.float32)
+    anchors_B1 = torch.tensor([[p] for p, _ in rounds])
+    batch = TrainingBatch(
+        ids_BT=ids_BT,
+        features_BTF=features_BTF,
+        lengths_B=lengths_B,
+        anchors_BA=anchors_B1,
+        anchor_mask_BA=torch.ones_like(anchors_B1, dtype=torch.bool),
+    )
+    with torch.no_grad():
+        return module(batch)[:, 0]
+
+
+def assert_parity(model, module: MtpModule, overheard: Overheard, completions) -> int:
+    """Every draft is the training-mode argmax at its step; returns the number of drafts compared."""
+    compared = 0
+    for completion in completions:
+        ids = completion.prompt_ids + completion.token_ids
+        rounds = overheard.rounds_of(ids)
+        assert rounds[0][0] == len(completion.prompt_ids) - 1, "drafting starts at the last prompt token's pair"
+        logits_NKW = teacher_forced(model, module, ids, rounds)
+        drafts_NK = module.draft_labels(torch.tensor([drafts for _, drafts in rounds]))
+        chosen_NK = logits_NKW.gather(2, drafts_NK[:, :, None])[:, :, 0]
+        # two passes round differently: equal to within a rounding, not bit by bit
+        torch.testing.assert_close(chosen_NK, logits_NKW.amax(dim=-1), rtol=1e-3, atol=1e-3)
+        compared += drafts_NK.numel()
+    return compared
+
+
+@pytest.mark.parametrize("vocab_ids", [None, range(1, 256, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_served_drafts_are_those_of_training(kind, vocab_ids, model, prompts):
+    module = toy_mtp(model, kind, vocab_ids)
+    overheard = Overheard(module)
+    engine = toy_engine(overheard)
+    params = [Sampling(max_new_tokens=10 + 5 * (i % 3)) for i in range(len(prompts))]
+    completions = engine.generate(prompts, params)
+    assert engine.stats.fallbacks == {}
+    assert assert_parity(model, module, overheard, completions) > 300
+
+
+def test_parity_holds_where_drafts_are_accepted(trained, model, prompts):
+    overheard = Overheard(trained)
+    completions = toy_engine(overheard).generate(prompts, Sampling(max_new_tokens=NEW))
+    assert_parity(model, trained, overheard, completions)
+
+
+def test_expected_acceptance_is_the_engines(trained, sequences, prompts):
+    overheard = Overheard(trained)
+    engine = toy_engine(overheard)
+    engine.generate(prompts, Sampling(max_new_tokens=NEW + STEPS + 2))  # so that every compared round has a next one
+    served = Acceptance()
+    for sequence in sequences:
+        anchors = [p for p, _ in overheard.rounds_of(sequence.ids.tolist())]
+        for here, following in pairwise(anchors):
+            if here + 1 + STEPS < len(sequence.ids):  # all its drafts can be checked against the known continuation
+                served.record(STEPS, following - here - 1)
+    expected = expected_acceptance(trained, sequences, STEPS)
+    assert expected == served
+    assert 1.3 < expected.tau < STEPS + 0.9, "a drafter that is always right or wrong would prove little"
+    assert trained.training is False
+
+
+def test_drafting_never_changes_greedy_output(model, prompts, sequences, trained):
+    reference = [s.ids[s.prompt_len :].tolist() for s in sequences]
+    for module in (toy_mtp(model, trained.config.kind), trained):
+        for number in (1, 2, STEPS):
+            completions = toy_engine(as_drafter(module), num_draft_tokens=number).generate(
+                prompts, Sampling(max_new_tokens=NEW)
+            )
+            assert [c.token_ids for c in completions] == reference
+
+
+# -- indexing: a target whose continuation is known -------------------------------------------------------------------
+
+COUNTED = 48  # tokens that the successor target knows
+
+
+@pytest.fixture(scope="module")
+def successor():
+    """A target that counts: after token t comes t + 1, round the clock. Both layers are the identity."""
+    return make_successor()
+
+
+def make_successor():
+    model = toy_model(vocab_size=COUNTED, tie_word_embeddings=False)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding = model.model.embed_tokens.weight
+        embedding.copy_(torch.nn.functional.normalize(embedding, dim=-1))
+        model.lm_head.weight.copy_(4 * embedding.roll(1, dims=0))  # the head of t + 1 is the embedding of t
+    return model
+
+
+def counting_drafter(model, kind: str) -> MtpModule:
+    """Trained for some seconds on counted sequences."""
+    ids = [[(first + i) % COUNTED for i in range(30)] for first in range(0, COUNTED, 3)]
+    sequences = [sequence_of(model, i, prompt_len=4) for i in ids]
+    module = toy_mtp(model, kind, vocab_ids=range(COUNTED), vocab_size=COUNTED)
+    config = StepConfig(epochs=50, sequences_per_step=8, learning_rate=1e-2, anchors_per_sequence=24, evaluations=1)
+    for _ in Trainer(module, sequences, [], config).run():
+        pass
+    return module.eval()
+
+
+def counted_tau(module: MtpModule) -> float:
+    rows = TorchRows(make_successor(), num_slots=4, max_len=64, target_layer_ids=TAPS)
+    engine = Engine(rows, as_drafter(module), config=EngineConfig(num_draft_tokens=STEPS))
+    for completion in engine.generate([[7, 8], [20], [40, 41, 42]], Sampling(max_new_tokens=41)):
+        last = completion.prompt_ids[-1]
+        assert completion.token_ids == [(last + 1 + i) % COUNTED for i in range(41)]
+    return engine.stats.acceptance.tau
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_of_counted_sequences_drafts_almost_everything(kind, successor):
+    assert counted_tau(counting_drafter(successor, kind)) > STEPS + 0.8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_labels_that_are_off_by_one_are_found_by_that(kind, shift, successor, monkeypatch: pytest.MonkeyPatch):
+    right = TrainingBatch.labels
+
+    def shifted(self: TrainingBatch, num_steps: int) -> torch.Tensor:
+        return right(replace(self, ids_BT=self.ids_BT.roll(shift, dims=1)), num_steps)
+
+    monkeypatch.setattr(TrainingBatch, "labels", shifted)
+    assert counted_tau(counting_drafter(successor, kind)) < 1.2
+
+
+# -- what a step may see ----------------------------------------------------------------------------------------------
+
+
+def logits_of(module: MtpModule, ids_BT: torch.Tensor, features_BTF: torch.Tensor, anchors: list[int]) -> torch.Tensor:
+    """[B, A, K, W] at the same anchors of every sequence."""
+    anchors_BA = torch.tensor([anchors]).expand(len(ids_BT), -1)
+    batch = TrainingBatch(
+        ids_BT=ids_BT,
+        features_BTF=features_BTF,
+        lengths_B=torch.full((len(ids_BT),), ids_BT.shape[1]),
+        anchors_BA=anchors_BA,
+        anchor_mask_BA=torch.ones_like(anchors_BA, dtype=torch.bool),
+    )
+    with torch.no_grad():
+        return module(batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_after_an_anchor_leaks_into_its_steps(kind, model):
+    module = toy_mtp(model, kind)
+    length, p = 20, 9
+    ids = torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(0))
+    features = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(1))
+    before = logits_of(module, ids, features, [p])[0, 0]
+    for place in range(length):
+        other_ids, other_features = ids.clone(), features.clone()
+        other_ids[0, place] = (ids[0, place] + 1) % 256
+        other_features[0, place] += 1
+        by_token = (logits_of(module, other_ids, features, [p])[0, 0] != before).any(dim=-1).tolist()
+        by_features = (logits_of(module, ids, other_features, [p])[0, 0] != before).any(dim=-1).tolist()
+        if kind == "independent":
+            assert by_token == [False] * STEPS
+            assert by_features == [place == p] * STEPS
+        else:  # token 0 is in no pair; the token that step k predicts, at p + 1 + k, conditions the steps after k
+            assert by_token == [0 < place < p + 1 + k for k in range(1, STEPS + 1)]
+            assert by_features == [place <= p] * STEPS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_anchor_sees_neither_other_anchors_nor_other_sequences(kind, model):
+    module = toy_mtp(model, kind)
+    ids = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
+    features = torch.randn(3, 20, 64, generator=torch.Generator().manual_seed(1))
+    together = logits_of(module, ids, features, [2, 9, 10, 16])
+    for b in range(3):
+        for a, p in enumerate([2, 9, 10, 16]):
+            alone = logits_of(module, ids[b : b + 1, : p + 2 + STEPS], features[b : b + 1, : p + 2 + STEPS], [p])[0, 0]
+            torch.testing.assert_close(together[b, a], alone, rtol=1e-4, atol=1e-4)
+
+
+# -- the draft vocabulary ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_draft_vocabulary_maps_ids_and_leaves_the_rest_out_of_the_loss(kind, model):
+    module = toy_mtp(model, kind, vocab_ids=[5, 17, 200])
+    labels = torch.tensor([[17, 200, 5], [6, IGNORED, 17]])
+    mapped = module.draft_labels(labels)
+    assert mapped.tolist() == [[1, 2, 0], [IGNORED, IGNORED, 1]]
+    logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0], [0, 0, 1]]), 3).float() * 9
+    result = draft_loss(logits, labels, mapped, torch.ones(3))
+    assert result.correct_K.tolist() == [1, 1, 2]
+    assert result.known_K.tolist() == [2, 1, 2]  # 6 cannot be drafted: known, and wrong
+    assert result.loss < 0.01
+    ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
+    logits = logits_of(module, ids, torch.randn(1, 12, 64), [4])
+    assert logits.shape == (1, 1, STEPS, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_is_not_bound_to_a_target_of_another_shape(kind):
+    with pytest.raises(ValueError, match=r"\(100, 32\).*\(256, 32\)"):
+        toy_mtp(toy_model(vocab_size=100), kind)
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+
+def pairs(slot: int, epoch: int, start: int, count: int, seed: int, num: int = STEPS) -> DraftRequest:
+    generator = torch.Generator().manual_seed(seed * 1000 + start)
+    return DraftRequest(
+        slots=[slot],
+        epochs=[epoch],
+        counts=[count],
+        starts=[start],
+        first_tokens=[1],
+        tokens_N=torch.randint(0, 256, (count,), generator=generator),
+        features_NF=torch.randn(count, 64, generator=generator),
+        num_draft_tokens=num,
+        temperatures=[0.0],
+        seeds=[0],
+    )
+
+
+def fresh_drafter(model, kind: str):
+    drafter = as_drafter(toy_mtp(model, kind))
+    drafter.allocate(2, 64)
+    return drafter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_epoch_forgets_the_old_one(kind, model):
+    used, fresh = fresh_drafter(model, kind), fresh_drafter(model, kind)
+    used.draft(pairs(0, 1, 0, 40, seed=1))
+    used.draft(pairs(0, 1, 40, 3, seed=1))
+    for start, count in ((0, 5), (5, 2), (7, 1)):
+        again, first = used.draft(pairs(0, 2, start, count, seed=2)), fresh.draft(pairs(0, 1, start, count, seed=2))
+        assert again.tokens_BK.tolist() == first.tokens_BK.tolist()
+
+
+def test_missing_pairs_are_an_error(model):
+    drafter = fresh_drafter(model, "recursive")
+    drafter.draft(pairs(0, 1, 0, 4, seed=0))
+    with pytest.raises(ValueError, match="slot 0 of epoch 1 knows 4 pairs, and the next ones start at 5"):
+        drafter.draft(pairs(0, 1, 5, 1, seed=0))
+    with pytest.raises(ValueError, match="knows 0 pairs"):
+        drafter.draft(pairs(0, 2, 4, 1, seed=0))
+    with pytest.raises(ValueError, match="knows 0 pairs"):
+        drafter.draft(pairs(1, 1, 4, 1, seed=0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_taking_note_without_drafting(kind, model):
+    noted, asked = fresh_drafter(model, kind), fresh_drafter(model, kind)
+    assert noted.draft(pairs(0, 1, 0, 6, seed=3, num=0)).tokens_BK.shape == (1, 0)
+    asked.draft(pairs(0, 1, 0, 6, seed=3))
+    following = pairs(0, 1, 6, 2, seed=3)
+    assert noted.draft(following).tokens_BK.tolist() == asked.draft(following).tokens_BK.tolist()
+
+
+def test_positions_keep_their_precision_in_bfloat16(model):
+    exact, rounded = toy_mtp(model, "recursive"), toy_mtp(model, "recursive").to(torch.bfloat16)
+    x = torch.ones(1, 1, 8)
+    at = torch.tensor([1999])
+    torch.testing.assert_close(rounded.rotate(x, at), exact.rotate(x, at))
