@@ -12,14 +12,14 @@ import shutil
 import tempfile
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafters.drafter import Drafter
-from drafters.mtp import IndependentHeads, MtpConfig, RecursiveHead, make_mtp
+from drafters.mtp import IndependentHeads, Kind, MtpConfig, RecursiveHead, make_mtp
 from drafters.mtp_drafter import IndependentDrafter, RecursiveDrafter
 from drafters.target import shared_weights, target_fingerprint
 
@@ -40,7 +40,9 @@ def save_checkpoint(path: Path, module: RecursiveHead | IndependentHeads, proven
     try:
         config = {"architectures": [ARCHITECTURE]} | module.config.to_json()
         (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}, work / WEIGHTS)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}, work / WEIGHTS
+        )
         (work / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
         work.chmod(0o755)
         if path.exists():
@@ -59,12 +61,32 @@ def read_config(path: Path) -> MtpConfig:
     raw = _read_json(path, CONFIG)
     architectures = raw.pop("architectures", None)
     if architectures != [ARCHITECTURE]:
-        raise CheckpointError(f"{path}/{CONFIG} names architecture {architectures}, not {ARCHITECTURE}; give an MTP drafter")
+        raise CheckpointError(
+            f"{path}/{CONFIG} names architecture {architectures}, not {ARCHITECTURE}; give an MTP drafter"
+        )
     known = {field.name for field in fields(MtpConfig)}
     for name, bad in (("lacks", known - set(raw)), ("has the unknown", set(raw) - known)):
         if bad:
             raise CheckpointError(f"{path}/{CONFIG} {name} key {sorted(bad)[0]!r}; train the drafter anew")
+    types = {field.name: field.type for field in fields(MtpConfig)}
+    for name, value in raw.items():
+        if not _is_value(types[name], value):
+            raise CheckpointError(f"{path}/{CONFIG} has {value!r} as {name!r}; train the drafter anew")
     return MtpConfig(**(raw | {"target_layer_ids": tuple(raw["target_layer_ids"])}))
+
+
+def _is_value(annotation: Any, value: Any) -> bool:
+    """Whether a JSON value is what a field of MtpConfig, named by its annotation, may hold."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    if annotation == "Kind":
+        return value in get_args(Kind)
+    if annotation == "bool":
+        return isinstance(value, bool)
+    if annotation == "float":
+        return number
+    if annotation == "int":
+        return number and isinstance(value, int) and value > 0
+    return isinstance(value, list) and all(isinstance(item, int) and item >= 0 for item in value)
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
@@ -78,7 +100,9 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     try:
         value = json.loads((path / name).read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a drafter: it lacks {name}; give a folder that `draftloop train` wrote") from None
+        raise CheckpointError(
+            f"{path} is not a drafter: it lacks {name}; give a folder that `draftloop train` wrote"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}/{name} cannot be read ({error}); train the drafter anew") from None
     if not isinstance(value, dict):

@@ -23,13 +23,15 @@ import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
+from drafters.checkpoint import CheckpointError, read_config
 from drafters.target import Target, load_target, target_fingerprint
 from pipelines.ray_session import start_ray
 from pipelines.rollout_store import RolloutSet, open_rollouts
 from pipelines.train_config import TrainConfig, TrainError
-from pipelines.train_worker import DRAFTER, REPORT, train_worker
+from pipelines.train_worker import DRAFTER, REPORT, is_usable, train_worker
 from pipelines.training import CurvePoint
 
+DRAFTER_FILES = {"config.json", "model.safetensors", "provenance.json", "evaluation.json"}
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
 MAX_FAILURES = 3  # workers that may die before the run gives up
 
@@ -63,8 +65,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     target = load_target(config.target)
     rollouts = check_rollouts(config, target)
     output = Path(config.output).expanduser().resolve()
-    if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "config.json").exists())):
-        raise TrainError(f"output {output} holds other files; give a new or empty folder")
+    check_output(output)
     start_ray()
     board = _Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     work = output.parent / f".{output.name}.training"
@@ -105,7 +106,29 @@ def check_rollouts(config: TrainConfig, target: Target) -> RolloutSet:
     rollouts = open_rollouts(config.rollouts, target_fingerprint=fingerprint)
     if not rollouts.has_features:
         raise TrainError(f"rollouts {config.rollouts} have no features; generate them again with features")
+    usable = sum(is_usable(rollout) for rollout in rollouts.rollouts(with_features=False))
+    if usable < 2:
+        raise TrainError(f"{usable} usable rollouts are too few to train on (of {len(rollouts)}); generate more")
     return rollouts
+
+
+def check_output(output: Path) -> None:
+    """Refuse to replace anything but an older drafter, such as a target's folder. Raises TrainError."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        foreign = sorted({p.name for p in output.iterdir()} - DRAFTER_FILES) if output.exists() else []
+        empty = not output.exists() or not any(output.iterdir())
+    except OSError as error:
+        raise TrainError(f"output {output} cannot be used ({error.strerror}); give a new or empty folder") from None
+    if not foreign and not empty:
+        try:
+            read_config(output)
+        except CheckpointError:
+            foreign = ["config.json"]
+    if foreign:
+        raise TrainError(f"output {output} holds other files ({foreign[0]}); give a new or empty folder")
+    if not os.access(output.parent, os.W_OK):
+        raise TrainError(f"output {output} cannot be written; give a folder that you may write to")
 
 
 def run_name(config: TrainConfig, rollouts: RolloutSet) -> str:
@@ -126,12 +149,13 @@ def _install(folder: Path, output: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost worker error, in one line."""
+    """The innermost worker error, in one line: what stands first after the last frame of its traceback."""
     failures = getattr(error, "worker_failures", None)
     inner = next(iter(failures.values())) if failures else error.__cause__ or error
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
-    named = [line for line in lines if "Error: " in line]
-    return (named or lines or [type(inner).__name__])[-1]
+    lines = str(inner).splitlines()
+    frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return next((line for line in after if line and not line[0].isspace()), type(inner).__name__)
 
 
 @ray.remote

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from drafters.mtp import Kind
 from pipelines.training import StepConfig
@@ -30,3 +31,34 @@ class TrainConfig:
     threads_per_worker: int | None = None  # of torch; None: the machine's cores over the workers
     use_gpu: bool = False  # one GPU per worker
     save_every_steps: int = 100  # a worker that dies loses at most so many steps
+
+    def __post_init__(self) -> None:
+        steps, divisor = self.steps, max(1, self.num_workers)
+        for name, value, good, mend in (
+            ("kind", self.kind, self.kind in get_args(Kind), " or ".join(get_args(Kind))),
+            ("num_steps", self.num_steps, self.num_steps >= 1, "at least 1"),
+            ("draft_vocab_size", self.draft_vocab_size, self.draft_vocab_size >= 0, "0 for all tokens, or more"),
+            (
+                "own_lm_head",
+                self.own_lm_head,
+                not (self.own_lm_head and self.kind == "recursive"),
+                "it to independent heads",
+            ),
+            ("held_out", self.held_out, 0 < self.held_out < 1, "a share between 0 and 1"),
+            ("num_workers", self.num_workers, self.num_workers >= 1, "at least 1"),
+            ("cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "more than 0"),
+            ("save_every_steps", self.save_every_steps, self.save_every_steps >= 1, "at least 1"),
+            ("epochs", steps.epochs, steps.epochs > 0, "more than 0"),
+            ("sequences_per_step", steps.sequences_per_step, steps.sequences_per_step >= 1, "at least 1"),
+            (
+                "sequences_per_step",
+                steps.sequences_per_step,
+                steps.sequences_per_step % divisor == 0,
+                f"a multiple of the {divisor} workers",
+            ),
+            ("anchors_per_sequence", steps.anchors_per_sequence, steps.anchors_per_sequence >= 1, "at least 1"),
+            ("learning_rate", steps.learning_rate, steps.learning_rate > 0, "more than 0"),
+            ("rho", steps.rho, 0 < steps.rho <= 1, "more than 0 and at most 1"),
+        ):
+            if not good:
+                raise TrainError(f"{name} is {value}; give {mend}")

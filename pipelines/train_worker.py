@@ -19,6 +19,7 @@ from drafters.mtp import IndependentHeads, MtpConfig, RecursiveHead, make_mtp
 from drafters.target import shared_weights
 from drafters.training_batch import IGNORED
 from pipelines.evaluate import versions
+from pipelines.rollout_schema import Rollout
 from pipelines.rollout_store import RolloutSet, open_rollouts
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.training import CurvePoint, Trainer, TrainingSequence, frequent_tokens
@@ -40,8 +41,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     if world > 1:  # the borrowed weights are large and equal everywhere: never broadcast buffers
         forward = torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
     trainer = Trainer(module, training, held_out, config.steps, rank=rank, world=world, forward=forward)
-    _restore(trainer)
-    curve: list[CurvePoint] = []
+    curve = _restore(trainer)
     for point in trainer.run():
         last = point.step == point.total_steps
         if rank == 0 and (last or point.expected_tau is not None or point.step % SHOW_EVERY == 0):
@@ -52,7 +52,8 @@ def train_worker(arguments: dict[str, Any]) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 checkpoint = None
                 if rank == 0:
-                    torch.save(trainer.state_dict(), Path(folder) / STATE)
+                    state = trainer.state_dict() | {"curve": [asdict(point) for point in curve]}
+                    torch.save(state, Path(folder) / STATE)
                     if last:
                         _finish(Path(folder), trainer, config, rollouts, curve)
                     checkpoint = Checkpoint.from_directory(folder)
@@ -63,15 +64,18 @@ def read_sequences(rollouts: RolloutSet) -> list[TrainingSequence]:
     """All rollouts with a response long enough to draft in."""
     sequences = []
     for rollout in rollouts.rollouts():
-        if rollout.features_TF is not None and len(rollout.response_ids) >= 3:
+        if rollout.features_TF is not None and is_usable(rollout):
             ids = torch.tensor(rollout.prompt_ids + rollout.response_ids)
             sequences.append(TrainingSequence(ids, len(rollout.prompt_ids), rollout.features_TF))
     return sequences
 
 
-def split(
-    sequences: list[TrainingSequence], held_out: float
-) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
+def is_usable(rollout: Rollout) -> bool:
+    """Whether the response is long enough to draft in: the first token is the anchor's, and two must follow it."""
+    return len(rollout.response_ids) >= 3
+
+
+def split(sequences: list[TrainingSequence], held_out: float) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
     """(training, held out): every n-th sequence is held out, so that both see all parts of the set."""
     if not 0 < held_out < 1:
         raise TrainError(f"held_out must be between 0 and 1, got {held_out}")
@@ -116,18 +120,18 @@ def build_module(
     return module
 
 
-def _restore(trainer: Trainer) -> None:
-    """Go on from the last saved state, if this run has one."""
+def _restore(trainer: Trainer) -> list[CurvePoint]:
+    """Go on from the last saved state, if this run has one; returns the curve so far."""
     checkpoint = ray_train.get_checkpoint()
     if checkpoint is None:
-        return
+        return []
     with checkpoint.as_directory() as folder:
-        trainer.load_state_dict(torch.load(Path(folder) / STATE, weights_only=True))
+        state = torch.load(Path(folder) / STATE, weights_only=True, map_location="cpu")
+    trainer.load_state_dict(state)
+    return [CurvePoint(**point) for point in state["curve"]]
 
 
-def _finish(
-    folder: Path, trainer: Trainer, config: TrainConfig, rollouts: RolloutSet, curve: list[CurvePoint]
-) -> None:
+def _finish(folder: Path, trainer: Trainer, config: TrainConfig, rollouts: RolloutSet, curve: list[CurvePoint]) -> None:
     """Write the finished drafter and the run's report into the last checkpoint."""
     module, last = trainer.module, curve[-1]
     held_out = [module.draft_labels(s.ids[s.prompt_len :].to(module.draft_vocab_ids.device)) for s in trainer.held_out]

@@ -1,7 +1,7 @@
-"""The training step of a drafter, without Ray: sequences in, a trained module and its curve out. `train.py` runs it on Ray.
+"""The training step of a drafter, without Ray: sequences in, a trained module and its curve out.
 
 The target is frozen; the loss is sum_k rho^(k-1) * cross-entropy of step k (DESIGN, frozen MTP regime). Expected tau is
-read off by walking held-out continuations of the target round by round, just as the engine would.
+read off by walking held-out continuations of the target round by round, as the engine would. `train.py` runs it on Ray.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def expected_acceptance(module: MtpModule, sequences: list[TrainingSequence], nu
 def make_batch(sequences: list[TrainingSequence], anchors: Tensor, mask: Tensor) -> TrainingBatch:
     """Pad sequences into a batch in float32."""
     ids, features, lengths = pad_sequences([s.ids for s in sequences], [s.features for s in sequences], torch.float32)
-    return TrainingBatch(
-        ids_BT=ids, features_BTF=features, lengths_B=lengths, anchors_BA=anchors, anchor_mask_BA=mask
-    )
+    return TrainingBatch(ids_BT=ids, features_BTF=features, lengths_B=lengths, anchors_BA=anchors, anchor_mask_BA=mask)
 
 
 def frequent_tokens(sequences: list[TrainingSequence], vocab_size: int, count: int) -> Tensor:
