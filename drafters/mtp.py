@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.packed_linear import PackedLinear, PackLinear, pack_linears
 from drafters.target import SharedWeights
 from drafters.training_batch import IGNORED, TrainingBatch
 
@@ -56,6 +57,7 @@ class MtpModule(nn.Module):
     def __init__(self, config: MtpConfig):
         super().__init__()
         self.config = config
+        self._packed_head: PackedLinear | None = None
         self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
         self.register_buffer("embedding_VD", torch.empty(0), persistent=False)
         self.register_buffer("lm_head_WD", torch.empty(0), persistent=False)
@@ -74,6 +76,15 @@ class MtpModule(nn.Module):
         index = torch.full((self.config.vocab_size,), IGNORED, dtype=torch.int64)
         index[self.draft_vocab_ids.cpu()] = torch.arange(len(self.draft_vocab_ids))
         self.index_of_token_V = index
+
+    def pack(self, pack: PackLinear) -> None:
+        """Run all matrix products with another kernel from now on (inference only). Call after `bind`."""
+        pack_linears(self, pack)
+        self._packed_head = PackedLinear(self.lm_head_WD, None, pack)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., W] over the draft vocabulary from normalised hidden states [..., D], by the target's LM head."""
+        return self._packed_head(hidden) if self._packed_head is not None else F.linear(hidden, self.lm_head_WD)
 
     def draft_labels(self, labels: Tensor) -> Tensor:
         """Token ids as indices into the draft vocabulary; IGNORED where unknown or outside it."""
@@ -135,7 +146,7 @@ class IndependentHeads(MtpModule):
         hidden_NKD = torch.stack([head(hidden_ND) for head in self.heads], dim=1)
         if self.lm_heads is not None:
             return torch.einsum("nkd,kwd->nkw", hidden_NKD, self.lm_heads)
-        return F.linear(hidden_NKD, self.lm_head_WD)
+        return self.head(hidden_NKD)
 
     def forward(self, batch: TrainingBatch) -> Tensor:
         rows = torch.arange(len(batch.ids_BT), device=batch.ids_BT.device)[:, None]
@@ -210,7 +221,7 @@ class RecursiveHead(MtpModule):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., W] over the draft vocabulary."""
-        return F.linear(self.norm(hidden), self.lm_head_WD)
+        return self.head(self.norm(hidden))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotary embedding of [..., heads, head_dim] at integer positions [...]."""

@@ -14,11 +14,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 
-from drafters.checkpoint import load_drafter
 from drafters.drafter import Drafter
 from drafters.target import load_target
 from serving.engine.async_engine import AsyncEngine
-from serving.engine.build import DTYPES, build_engine
+from serving.engine.build import build_engine, load_drafter_for
 from serving.engine.engine import Engine, EngineConfig
 from serving.generation import ServedModel
 from serving.metrics import RequestMetrics
@@ -69,6 +68,7 @@ class Replica:
             num_threads=config.threads,
             config=EngineConfig(num_draft_tokens=config.num_draft_tokens),
         )
+        self._backend = engine.backend
         self._engine = AsyncEngine(engine, max_waiting=config.max_waiting, stall_timeout_s=config.stall_timeout_s)
         self.model = ServedModel(
             self._engine,
@@ -105,8 +105,7 @@ class Replica:
     def _load(self, path: str | None) -> Drafter | None:
         if path is None:
             return None
-        dtype = DTYPES[self._config.dtype]
-        return load_drafter(Path(path), self._target.path, dtype=dtype, device=self._config.device)
+        return load_drafter_for(self._backend, Path(path), self._target.path)
 
     def _report(self, name: str | None, refused: str | None) -> None:
         """What `/v1/models` says about the drafter, and why the last swap was refused, if it was."""

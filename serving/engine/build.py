@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import torch
 
 from drafters.checkpoint import load_drafter, read_config
+from drafters.drafter import Drafter
+from drafters.packed_linear import PackLinear
 from drafters.target import load_model, load_target
 from serving.engine import native_build
 from serving.engine.engine import Engine, EngineConfig
-from serving.engine.native_rows import NativeRows
+from serving.engine.native_rows import NativeLinear, NativeRows
 from serving.engine.rows import RowsBackend
 from serving.engine.torch_rows import TorchRows
 
@@ -59,8 +62,16 @@ def build_engine(
     )
     drafter = None
     if drafter_path is not None:
-        drafter = load_drafter(drafter_path, target.path, dtype=DTYPES[dtype], device=device)
+        drafter = load_drafter_for(rows, drafter_path, target.path)
     return Engine(rows, drafter, config=config, eos_token_ids=target.eos_token_ids)
+
+
+def load_drafter_for(rows: RowsBackend, drafter_path: Path, target_path: Path) -> Drafter:
+    """A drafter in the backend's dtype, on its device and, where that is native, with its kernels. CheckpointError."""
+    pack: PackLinear | None = None
+    if isinstance(rows, NativeRows):
+        pack = functools.partial(NativeLinear, dtype=rows.dtype, num_threads=rows.num_threads)
+    return load_drafter(drafter_path, target_path, dtype=rows.dtype, device=rows.device, pack=pack)
 
 
 def build_rows(

@@ -129,7 +129,11 @@ def decide(plan: Plan, drafts: Drafts, logits_NV: Tensor) -> list[Outcome]:
 
 def _target_tokens(sequences: list[Sequence], counts: np.ndarray, logits_NV: Tensor) -> Tensor:
     """The target's own token after every row, on the host: its argmax, or a draw from the sequence's stream."""
-    tokens_N = logits_NV.argmax(dim=-1)
+    if logits_NV.device.type == "cpu" and logits_NV.dtype == torch.float32:
+        # numpy's argmax is one thread without a team of workers, which would spin into the next forward pass
+        tokens_N = torch.from_numpy(logits_NV.numpy().argmax(axis=-1))
+    else:
+        tokens_N = logits_NV.argmax(dim=-1)
     if any(s.sampling.temperature > 0 for s in sequences):
         row_of = np.repeat(np.arange(len(sequences)), counts + 1)
         rows = np.flatnonzero([sequences[b].sampling.temperature > 0 for b in row_of])
