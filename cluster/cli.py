@@ -50,7 +50,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="1: all.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     features: Annotated[bool, typer.Option(help="Store the target's hidden states, which train needs.")] = True,
-    taps: Annotated[int, typer.Option(help="Layers whose hidden states are stored.")] = 5,
+    taps: Annotated[int, typer.Option(help="Layers whose hidden states are stored, the last included.")] = 3,
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",
     batch: Annotated[int, typer.Option(help="Sequences that an actor decodes at once.")] = 8,

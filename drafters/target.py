@@ -36,9 +36,10 @@ __all__ = [
     "Target",
     "TargetError",
     "chat_template_hash",
-    "default_target_layer_ids",
+    "dflash_target_layer_ids",
     "load_model",
     "load_target",
+    "mtp_target_layer_ids",
     "resolve_target",
     "shared_weights",
     "target_fingerprint",
@@ -201,8 +202,17 @@ def shared_weights(path: Path, dtype: torch.dtype) -> SharedWeights:
     return SharedWeights(embedding, embedding if head is None else head, norm, float(config.get("rms_norm_eps", 1e-6)))
 
 
-def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
-    """Layers to tap, spread as DFlash does: round(1 + i (L - 4) / (n - 1)). Shallow targets get what they have."""
+def mtp_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Layers to tap for MTP heads, which read the last hidden state: the last layer, and others spread below it."""
+    count = min(num_taps, num_layers)
+    if count <= 1:
+        return (num_layers - 1,) * count
+    lowest = 1 if num_layers > count else 0
+    return tuple(round(lowest + i * (num_layers - 1 - lowest) / (count - 1)) for i in range(count))
+
+
+def dflash_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Layers to tap for DFlash, spread as its authors do: round(1 + i (L - 4) / (n - 1)). Shallow targets get what they have."""
     count = min(num_taps, num_layers)
     if count <= 0:
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
-from drafters.target import Target, default_target_layer_ids
+from drafters.target import Target, mtp_target_layer_ids
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.prompts import PromptRow
 from pipelines.rollout_store import RolloutStore
@@ -34,7 +34,7 @@ def tapped_layers(config: GenerateConfig, target: Target) -> tuple[int, ...]:
     if not config.with_features:
         return ()
     if config.target_layer_ids is None:
-        return default_target_layer_ids(target.num_layers, config.num_taps)
+        return mtp_target_layer_ids(target.num_layers, config.num_taps)
     layers = tuple(sorted(set(config.target_layer_ids)))
     if not layers or not 0 <= layers[0] <= layers[-1] < target.num_layers:
         raise GenerateError(

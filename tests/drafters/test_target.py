@@ -12,9 +12,10 @@ from drafters import target_source
 from drafters.target import (
     TargetError,
     chat_template_hash,
-    default_target_layer_ids,
+    dflash_target_layer_ids,
     load_model,
     load_target,
+    mtp_target_layer_ids,
     resolve_target,
     shared_weights,
     target_fingerprint,
@@ -196,14 +197,16 @@ def test_shared_weights_equal_the_model_s(tmp_path: Path, tied: bool):
 
 
 def test_default_taps():
-    assert default_target_layer_ids(36, 5) == (1, 9, 17, 25, 33)  # the published DFlash drafter of Qwen3-8B
-    assert default_target_layer_ids(30, 5) == (1, 8, 14, 20, 27)
+    assert dflash_target_layer_ids(36, 5) == (1, 9, 17, 25, 33)  # the published DFlash drafter of Qwen3-8B
+    assert dflash_target_layer_ids(30, 5) == (1, 8, 14, 20, 27)
     for layers in range(1, 50):
         for taps in range(0, 9):
-            ids = default_target_layer_ids(layers, taps)
-            assert len(ids) == min(taps, layers)
-            assert list(ids) == sorted(set(ids))
-            assert all(0 <= i < layers for i in ids)
+            for ids in (dflash_target_layer_ids(layers, taps), mtp_target_layer_ids(layers, taps)):
+                assert len(ids) == min(taps, layers)
+                assert list(ids) == sorted(set(ids))
+                assert all(0 <= i < layers for i in ids)
+    assert mtp_target_layer_ids(30, 3) == (1, 15, 29)  # independent heads read the last one
+    assert mtp_target_layer_ids(30, 1) == (29,)
 
 
 @pytest.mark.model
