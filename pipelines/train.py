@@ -25,6 +25,7 @@ from ray.train.torch import TorchTrainer
 
 from drafters.checkpoint import CheckpointError, read_config
 from drafters.target import Target, load_target, target_fingerprint
+from pipelines.evaluate import versions
 from pipelines.ray_session import start_ray
 from pipelines.rollout_store import RolloutSet, open_rollouts
 from pipelines.train_config import TrainConfig, TrainError
@@ -72,7 +73,12 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     name = run_name(config, rollouts)
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={"config": config, "target_path": str(target.path), "board": board},
+        train_loop_config={
+            "config": config,
+            "target_path": str(target.path),
+            "board": board,
+            "versions": versions(),
+        },
         scaling_config=ScalingConfig(
             num_workers=config.num_workers,
             use_gpu=config.use_gpu,
@@ -155,7 +161,9 @@ def _cause(error: BaseException) -> str:
     lines = str(inner).splitlines()
     frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
     after = lines[frames[-1] + 1 :] if frames else lines
-    return next((line for line in after if line and not line[0].isspace()), type(inner).__name__)
+    message = next((line for line in after if line and not line[0].isspace()), "")
+    kind = type(inner).__name__
+    return message if frames or (message and isinstance(inner, ValueError)) else f"{kind}: {message}".removesuffix(": ")
 
 
 @ray.remote

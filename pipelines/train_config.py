@@ -38,12 +38,7 @@ class TrainConfig:
             ("kind", self.kind, self.kind in get_args(Kind), " or ".join(get_args(Kind))),
             ("num_steps", self.num_steps, self.num_steps >= 1, "at least 1"),
             ("draft_vocab_size", self.draft_vocab_size, self.draft_vocab_size >= 0, "0 for all tokens, or more"),
-            (
-                "own_lm_head",
-                self.own_lm_head,
-                not (self.own_lm_head and self.kind == "recursive"),
-                "it to independent heads",
-            ),
+            ("own_lm_head", True, not self.own_lm_head or self.kind == "independent", "it to independent heads only"),
             ("held_out", self.held_out, 0 < self.held_out < 1, "a share between 0 and 1"),
             ("num_workers", self.num_workers, self.num_workers >= 1, "at least 1"),
             ("cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "more than 0"),

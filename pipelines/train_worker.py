@@ -18,7 +18,6 @@ from drafters.checkpoint import save_checkpoint
 from drafters.mtp import IndependentHeads, MtpConfig, RecursiveHead, make_mtp
 from drafters.target import shared_weights
 from drafters.training_batch import IGNORED
-from pipelines.evaluate import versions
 from pipelines.rollout_schema import Rollout
 from pipelines.rollout_store import RolloutSet, open_rollouts
 from pipelines.train_config import TrainConfig, TrainError
@@ -29,7 +28,7 @@ SHOW_EVERY = 5  # steps between points sent to the driver
 
 
 def train_worker(arguments: dict[str, Any]) -> None:
-    """Train this worker's share of every step; rank 0 saves."""
+    """Train this worker's share of every step; rank 0 saves. It starts fast: it never loads transformers."""
     config: TrainConfig = arguments["config"]
     context = ray_train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
@@ -55,7 +54,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
                     state = trainer.state_dict() | {"curve": [asdict(point) for point in curve]}
                     torch.save(state, Path(folder) / STATE)
                     if last:
-                        _finish(Path(folder), trainer, config, rollouts, curve)
+                        _finish(Path(folder), trainer, rollouts, curve, arguments)
                     checkpoint = Checkpoint.from_directory(folder)
                 ray_train.report({"step": point.step, "loss": point.loss}, checkpoint=checkpoint)
 
@@ -131,8 +130,11 @@ def _restore(trainer: Trainer) -> list[CurvePoint]:
     return [CurvePoint(**point) for point in state["curve"]]
 
 
-def _finish(folder: Path, trainer: Trainer, config: TrainConfig, rollouts: RolloutSet, curve: list[CurvePoint]) -> None:
+def _finish(
+    folder: Path, trainer: Trainer, rollouts: RolloutSet, curve: list[CurvePoint], arguments: dict[str, Any]
+) -> None:
     """Write the finished drafter and the run's report into the last checkpoint."""
+    config: TrainConfig = arguments["config"]
     module, last = trainer.module, curve[-1]
     held_out = [module.draft_labels(s.ids[s.prompt_len :].to(module.draft_vocab_ids.device)) for s in trainer.held_out]
     known = sum(int((labels != IGNORED).sum()) for labels in held_out)
@@ -161,7 +163,7 @@ def _finish(folder: Path, trainer: Trainer, config: TrainConfig, rollouts: Rollo
         "expected_tau": last.expected_tau,
         "expected_acceptance_by_position": last.acceptance_by_position,
         "training_curve": [asdict(point) for point in curve],
-        "versions": versions(),
+        "versions": arguments["versions"],
     }
     assert isinstance(module, (RecursiveHead, IndependentHeads))
     save_checkpoint(folder / DRAFTER, module, provenance)

@@ -55,7 +55,9 @@ def test_no_module_there_imports_ray(folder):
 
 
 def test_all_ways_to_import_are_seen():
-    source = "import a.b\nfrom c import d\nfrom . import e\ndef f():\n    from g.h import i\n    importlib.import_module('j.k')"
+    source = (
+        "import a.b\nfrom c import d\nfrom . import e\ndef f():\n  from g.h import i\n  importlib.import_module('j.k')"
+    )
     assert imported_names(source, "x.y") == {"a.b", "c", "x.y", "g.h", "j.k"}
     assert imported_names("from ..z import q", "x.y") == {"x.z"}
 

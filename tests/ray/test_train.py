@@ -1,0 +1,244 @@
+"""Train on a local Ray cluster: rollouts in, a drafter that decodes losslessly out; a killed worker costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drafters.checkpoint import load_module, read_provenance
+from drafters.target import target_fingerprint
+from pipelines import train as train_stage
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.generate import generate
+from pipelines.generate_config import GenerateConfig
+from pipelines.rollout_store import RolloutError, RolloutStore, open_rollouts, shard_name
+from pipelines.train import TrainReport, train
+from pipelines.train_config import TrainConfig, TrainError
+from pipelines.training import CurvePoint, StepConfig, Trainer
+from tests.toy_folder import save_toy_target
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+STEPS = 12  # optimiser steps of the runs here
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    lines = [json.dumps({"id": f"r{i}", "category": "toy", "prompt": f"{i} plus {i * 7} is"}) for i in range(24)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def make_rollouts(work: Path, target: Path) -> str:
+    config = GenerateConfig(
+        target=str(target),
+        prompts=str(work / "prompts.jsonl"),
+        output=str(work / "rollouts"),
+        max_new_tokens=24,
+        rows_per_shard=24,
+        backend="torch",
+        target_layer_ids=(0, 1),
+        cpus_per_actor=1,
+        stall_timeout_s=120,
+    )
+    generate(config)
+    return config.output
+
+
+@pytest.fixture(scope="module")
+def config(work: Path, toy_target_dir: Path, ray_cluster: None) -> TrainConfig:
+    """A run of some steps; `output` is set by each test."""
+    return TrainConfig(
+        target=str(toy_target_dir),
+        rollouts=make_rollouts(work, toy_target_dir),
+        output="",
+        num_steps=3,
+        draft_vocab_size=150,
+        held_out=0.2,
+        steps=StepConfig(epochs=4.8, sequences_per_step=8, anchors_per_sequence=8, learning_rate=1e-2, evaluations=3),
+        threads_per_worker=1,
+        save_every_steps=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(config: TrainConfig, work: Path) -> tuple[TrainReport, list[CurvePoint]]:
+    """An undisturbed run."""
+    points: list[CurvePoint] = []
+    return train(replace(config, output=str(work / "drafter")), points.append), points
+
+
+def test_a_trained_drafter_decodes_losslessly(trained, config: TrainConfig, work: Path, toy_target_dir: Path):
+    report, points = trained
+    folder = Path(report.output)
+    assert (report.kind, report.steps) == ("recursive", STEPS)
+    assert report.training_sequences + report.held_out_sequences == 24
+    assert (points[-1].step, points[-1].total_steps) == (STEPS, STEPS)
+    assert points[-1].loss < points[0].loss
+    assert report.expected_tau == points[-1].expected_tau
+    assert not list(work.glob(".*")), "nothing is left behind"
+
+    module = load_module(folder, toy_target_dir)
+    assert report.parameters == sum(p.numel() for p in module.parameters())
+    assert len(module.draft_vocab_ids) == report.draft_vocab_size == 150
+    provenance = read_provenance(folder)
+    assert provenance["target_fingerprint"] == open_rollouts(config.rollouts).metadata.target_fingerprint
+    assert provenance["rollouts"][0]["manifest_sha256"] == open_rollouts(config.rollouts).manifest_sha256
+    assert provenance["seed"] == 0
+    assert [p["step"] for p in provenance["training_curve"]] == [4, 8, 12]
+
+    evaluation = evaluate(
+        EvaluateConfig(
+            target=str(toy_target_dir),
+            drafter=str(folder),
+            prompts=str(work / "prompts.jsonl"),
+            limit=6,
+            max_new_tokens=24,
+            batch=3,
+            num_draft_tokens=3,
+            backend="torch",
+        )
+    )
+    assert evaluation.equal == evaluation.prompts == 6
+    assert evaluation.fallbacks == {}
+    assert evaluation.tau is not None
+    assert evaluation.tau >= 1
+    assert json.loads((folder / "evaluation.json").read_text())["equal"] == 6
+
+
+def disturbed(arguments: dict[str, Any]) -> None:
+    """The worker, killed before it takes note of step 7, and failing before step 11, once each; 4 and 8 are saved."""
+    from pipelines import train_worker as stage
+
+    folder = Path(arguments["config"].output).parent
+
+    class Disturbed(Trainer):
+        def run(self):
+            for point in super().run():
+                marker = folder / f"step-{point.step}"
+                if point.step in (7, 11) and not marker.exists():
+                    marker.write_text("")
+                    if point.step == 7:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise RuntimeError("the disk is on fire\nand more")
+                yield point
+
+    stage.Trainer = Disturbed
+    try:
+        stage.train_worker(arguments)
+    finally:
+        stage.Trainer = Trainer
+
+
+def test_a_killed_worker_and_a_failed_run_cost_nothing(
+    trained, config: TrainConfig, work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = replace(config, output=str(work / "again" / "drafter"))
+    with monkeypatch.context() as patch:
+        patch.setattr(train_stage, "train_worker", disturbed)
+        patch.setattr(train_stage, "MAX_FAILURES", 1)  # the kill; the next failure ends the run
+        refused(here, TrainError, r"training failed \(.*the disk is on fire\); mend that and run the same command")
+    assert (work / "again" / "step-7").exists()
+    assert (work / "again" / "step-11").exists(), "the killed worker's run did not continue by itself"
+    assert not Path(here.output).exists()
+
+    points: list[CurvePoint] = []
+    report = train(here, points.append)
+    assert points[0].step > 8, "the same command began anew"
+    ours, undisturbed = (load_file(Path(r.output) / "model.safetensors") for r in (report, trained[0]))
+    assert ours.keys() == undisturbed.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, undisturbed[name]), name
+    assert report.expected_tau == trained[0].expected_tau
+    assert [p["step"] for p in read_provenance(Path(report.output))["training_curve"]] == [4, 8, 12]
+
+
+# -- refused in one line, before anything is started -----------------------------------------------------------------
+
+
+def refused(config: TrainConfig, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match) as caught:
+        train(config)
+    assert "\n" not in str(caught.value)
+
+
+def changed_set(config: TrainConfig, folder: Path, rows: int, response: int, features: bool = True) -> str:
+    """The first rows of the rollouts, with shorter responses or without features."""
+    source = open_rollouts(config.rollouts)
+    metadata = source.metadata
+    if not features:
+        fingerprint = target_fingerprint(Path(config.target), ())
+        metadata = replace(metadata, target_layer_ids=(), target_fingerprint=fingerprint)
+    kept = [
+        replace(
+            rollout,
+            response_ids=rollout.response_ids[:response],
+            features_TF=rollout.features_TF[: len(rollout.prompt_ids) + response - 1] if features else None,
+            loss_mask=[],
+        )
+        for rollout in islice(source, rows)
+    ]
+    store = RolloutStore(str(folder))
+    store.begin({})
+    store.finish({}, metadata, [store.write_shard(shard_name(0, 1), kept, metadata)], [])
+    return str(folder)
+
+
+def test_what_is_no_usable_rollout_set_is_refused(config: TrainConfig, work: Path, tmp_path: Path):
+    here = replace(config, output=str(tmp_path / "drafter"))
+    refused(replace(here, rollouts=str(work)), RolloutError, "not a rollout set")
+    refused(replace(here, rollouts=str(work / "nowhere")), RolloutError, "not a rollout set")
+    other = save_toy_target(tmp_path / "other", seed=1)
+    refused(replace(here, target=str(other)), RolloutError, "made by another target")
+    bare = changed_set(config, tmp_path / "bare", rows=4, response=9, features=False)
+    refused(replace(here, rollouts=bare), TrainError, "have no features")
+    few = changed_set(config, tmp_path / "few", rows=1, response=9)
+    refused(replace(here, rollouts=few), TrainError, "1 usable rollouts are too few")
+    short = changed_set(config, tmp_path / "short", rows=5, response=2)
+    refused(replace(here, rollouts=short), TrainError, r"0 usable rollouts are too few to train on \(of 5\)")
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_output_with_other_files_is_refused(config: TrainConfig, toy_target_dir: Path, tmp_path: Path):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "thesis.txt").write_text("years of work")
+    refused(replace(config, output=str(notes)), TrainError, r"holds other files \(thesis\.txt\)")
+    assert (notes / "thesis.txt").exists()
+    model = save_toy_target(tmp_path / "model")  # has a config.json, and is no drafter
+    refused(replace(config, output=str(model)), TrainError, "holds other files")
+    assert (model / "model.safetensors").exists()
+    (tmp_path / "file").write_text("")
+    refused(replace(config, output=str(tmp_path / "file")), TrainError, "cannot be used")
+    refused(replace(config, output=str(tmp_path / "file" / "drafter")), TrainError, "cannot be used")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "tree"},
+        {"num_steps": 0},
+        {"draft_vocab_size": -1},
+        {"own_lm_head": True},
+        {"held_out": 1.0},
+        {"num_workers": 0},
+        {"save_every_steps": 0},
+        {"steps": StepConfig(epochs=0)},
+        {"steps": StepConfig(rho=1.5)},
+        {"steps": StepConfig(sequences_per_step=9), "num_workers": 2},
+    ],
+)
+def test_a_wrong_option_is_named(config: TrainConfig, change: dict[str, Any]):
+    name = {"steps": "epochs|rho|sequences_per_step"}.get(next(iter(change)), next(iter(change)))
+    with pytest.raises(TrainError, match=f"({name}) is .*; give "):
+        replace(config, **change)
