@@ -212,7 +212,7 @@ def mtp_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
 
 
 def dflash_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
-    """Layers to tap for DFlash, spread as its authors do: round(1 + i (L - 4) / (n - 1)). Shallow targets get what they have."""
+    """Layers to tap for DFlash, as its authors do: round(1 + i (L - 4) / (n - 1)); shallow targets have fewer."""
     count = min(num_taps, num_layers)
     if count <= 0:
         return ()

@@ -82,7 +82,8 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_with_argmax_drafters(
 
 def test_chunked_prefill_gives_the_same_tokens_and_features(prompts):
     whole = toy_engine(taps=(0, 1)).generate(prompts, Sampling(max_new_tokens=12), keep_features=True)
-    parts = toy_engine(taps=(0, 1), max_prefill_rows=7).generate(prompts, Sampling(max_new_tokens=12), keep_features=True)
+    chunked = toy_engine(taps=(0, 1), max_prefill_rows=7)
+    parts = chunked.generate(prompts, Sampling(max_new_tokens=12), keep_features=True)
     for a, b in zip(whole, parts, strict=True):
         assert a.token_ids == b.token_ids
         torch.testing.assert_close(a.features_TF, b.features_TF, rtol=0.02, atol=0.02)
