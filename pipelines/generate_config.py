@@ -29,9 +29,7 @@ class GenerateConfig:
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches p
     seed: int = 0  # each row draws from a stream of its own, made from this and the row's id
     with_features: bool = True  # store the target's hidden states for offline training
-    target_layer_ids: tuple[int, ...] | None = (
-        None  # layers to tap, from 0; None: `num_taps`, spread up to the last
-    )
+    target_layer_ids: tuple[int, ...] | None = None  # layers to tap, from 0; None: `num_taps`, spread up to the last
     num_taps: int = 3  # layers to tap where `target_layer_ids` is not given
     dtype: str = "float32"  # of the target: float32 or bfloat16
     backend: str = "auto"  # of the engine: auto, native or torch

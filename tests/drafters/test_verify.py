@@ -63,9 +63,7 @@ def toy_distributions(seed: int) -> torch.Tensor:
 def target_rows(tables: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
     """[N, 3, V] target rows along each draft path: no token before, the first draft, the second draft before."""
     none = torch.full((len(drafts),), VOCAB)
-    return torch.stack(
-        [tables[none, none], tables[none, drafts[:, 0]], tables[drafts[:, 0], drafts[:, 1]]], dim=1
-    )
+    return torch.stack([tables[none, none], tables[none, drafts[:, 0]], tables[drafts[:, 0], drafts[:, 1]]], dim=1)
 
 
 def uniforms(stream: int, width: int, seed: int) -> torch.Tensor:
