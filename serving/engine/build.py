@@ -22,6 +22,7 @@ from serving.engine.torch_rows import TorchRows
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_THREADS = torch.get_num_threads()  # torch's own choice, before an engine changes it
 BACKENDS = ("auto", "native", "torch")
 
 
@@ -41,12 +42,13 @@ def build_engine(
     """Load a target (a folder from `resolve_target`) and a drafter into a new engine.
 
     `target_layer_ids` are tapped beside those that the drafter needs. `max_len` is cut to the target's own context.
+    `num_threads` are the forward pass's (None: torch's choice); with the native backend torch itself is set to one.
     Raises TargetError, CheckpointError, UnsupportedTargetError, or ValueError for an unknown dtype or backend.
     """
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; give one of {', '.join(DTYPES)}")
-    if num_threads:
-        torch.set_num_threads(num_threads)
+    threads = num_threads or TORCH_THREADS
+    torch.set_num_threads(threads)
     target = load_target(str(target_path))
     taps = set(target_layer_ids or ())
     if drafter_path is not None:
@@ -59,7 +61,12 @@ def build_engine(
         num_slots=num_slots,
         max_len=min(max_len, target.max_len),
         target_layer_ids=tuple(sorted(taps)),
+        num_threads=threads,
     )
+    if isinstance(rows, NativeRows):
+        # torch's own team of threads would spin on the cores for milliseconds after each of its operations, while the
+        # native forward wants them: what is left to torch beside it is small.
+        torch.set_num_threads(1)
     drafter = None
     if drafter_path is not None:
         drafter = load_drafter_for(rows, drafter_path, target.path)
@@ -67,10 +74,11 @@ def build_engine(
 
 
 def load_drafter_for(rows: RowsBackend, drafter_path: Path, target_path: Path) -> Drafter:
-    """A drafter in the backend's dtype, on its device and, where that is native, with its kernels. CheckpointError."""
+    """A drafter on the backend's device, in its dtype or, where it is native, on its kernels. Raises CheckpointError."""
     pack: PackLinear | None = None
     if isinstance(rows, NativeRows):
-        pack = functools.partial(NativeLinear, dtype=rows.dtype, num_threads=rows.num_threads)
+        # bfloat16 beside a float32 target too: half the bytes, and what is only proposed need not be exact
+        pack = functools.partial(NativeLinear, dtype=torch.bfloat16, num_threads=rows.num_threads)
     return load_drafter(drafter_path, target_path, dtype=rows.dtype, device=rows.device, pack=pack)
 
 
@@ -83,6 +91,7 @@ def build_rows(
     num_slots: int,
     max_len: int,
     target_layer_ids: tuple[int, ...],
+    num_threads: int | None = None,
 ) -> RowsBackend:
     """The backend that runs the target's forward passes."""
     if backend not in BACKENDS:
@@ -101,7 +110,7 @@ def build_rows(
         num_slots=num_slots,
         max_len=max_len,
         target_layer_ids=target_layer_ids,
-        num_threads=torch.get_num_threads(),
+        num_threads=num_threads or TORCH_THREADS,
     )
 
 
