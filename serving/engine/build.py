@@ -74,7 +74,7 @@ def build_engine(
 
 
 def load_drafter_for(rows: RowsBackend, drafter_path: Path, target_path: Path) -> Drafter:
-    """A drafter on the backend's device, in its dtype or, where it is native, on its kernels. Raises CheckpointError."""
+    """A drafter on the backend's device, in its dtype or, where that is native, on its kernels. CheckpointError."""
     pack: PackLinear | None = None
     if isinstance(rows, NativeRows):
         # bfloat16 beside a float32 target too: half the bytes, and what is only proposed need not be exact

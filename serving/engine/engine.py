@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 
 from drafters.acceptance import Acceptance
 from drafters.drafter import Drafter
+from serving.engine.draft_length import DraftLengthChooser
 from serving.engine.round import Drafts, Outcome, assemble_rows, decide, draft_request, usable_drafts
 from serving.engine.rows import RowsBackend
 from serving.engine.sampling import Sampling
@@ -38,6 +40,7 @@ class EngineConfig:
     """How the engine runs its rounds."""
 
     num_draft_tokens: int = 4  # drafts per round, cut to what the drafter can do; 0 switches drafting off
+    adapt_draft_length: bool = False  # choose each round's number by cost, with num_draft_tokens as the most
     max_prefill_rows: int = 512  # prompt rows per pass, so that a long prompt does not stall running streams
 
 
@@ -51,6 +54,7 @@ class EngineStats:
     acceptance: Acceptance = field(default_factory=Acceptance)
     fallbacks: dict[str, int] = field(default_factory=dict)  # rounds decoded plainly because of the drafter, by reason
     timings: Timings = field(default_factory=Timings)
+    draft_lengths: Counter[int] = field(default_factory=Counter)  # rounds by the number of drafts asked for
 
 
 class Engine:
@@ -74,6 +78,7 @@ class Engine:
         self._finished: list[Progress] = []  # cancelled since the last step
         self._names = itertools.count()
         self._drafter: Drafter | None = None
+        self._chooser: DraftLengthChooser | None = None
         self._columns: slice | torch.Tensor | None = None
         self.set_drafter(drafter)
 
@@ -177,8 +182,7 @@ class Engine:
         output = self.backend.forward(rows)
         outcomes = decide(plan, drafts, output.logits_NV)
         if not plan.prefilling:
-            longest = max(len(t) for t in drafts.tokens)
-            self.stats.timings.step[len(plan.decoding), longest].append(time.perf_counter() - started)
+            self._note_step(len(plan.decoding), drafts, time.perf_counter() - started)
         self.stats.passes += 1
         self.stats.rows += len(rows.ids_R)
         return finished + self._commit(plan, asked, drafts, outcomes, output.features_RF)
@@ -230,6 +234,9 @@ class Engine:
         if drafter:
             drafter.allocate(self.num_slots, self.max_len)
         self._drafter = drafter
+        self._chooser = None
+        if drafter and self.config.adapt_draft_length:
+            self._chooser = DraftLengthChooser(min(self.config.num_draft_tokens, drafter.max_draft_tokens))
         for sequence in self._scheduler.running.values():
             sequence.observed, sequence.pending_features = 0, []
             sequence.draftable = self._columns is None or sequence.cached == 0
@@ -240,27 +247,48 @@ class Engine:
 
     # -- one round ------------------------------------------------------------------------------------------------
 
-    def _draft(self, plan: Plan) -> tuple[list[bool], Drafts]:
-        """Ask the drafter: which sequences it was asked for, and the drafts. One that fails costs only its drafts."""
+    def _draft(self, plan: Plan) -> tuple[list[int], Drafts]:
+        """Ask the drafter: how many drafts of each sequence, and the drafts. One that fails costs only its drafts."""
         batch = len(plan.decoding)
         places = [i for i, s in enumerate(plan.decoding) if s.draftable]
-        number = min(self.num_draft_tokens, self._drafter.max_draft_tokens) if self._drafter else 0
-        if not places or number < 1 or self._drafter is None:
-            return [False] * batch, Drafts.none(batch)
+        if not places or self._drafter is None:
+            return [0] * batch, Drafts.none(batch)
         sequences = [plan.decoding[i] for i in places]
+        number = self._choose_number(sequences)
+        if number < 1:
+            return [0] * batch, Drafts.none(batch)
+        catching_up = max(s.cached - s.observed for s in sequences)
         started = time.perf_counter()
         try:
             reply = self._drafter.draft(draft_request(sequences, number, self._columns))
             drafts = usable_drafts(reply, [self.max_len - 1 - s.cached for s in sequences], self.backend.vocab_size)
         except Exception as error:  # whatever the drafter does, the request goes on
             self._fall_back(sequences, error)
-            return [False] * batch, Drafts.none(batch)
+            return [0] * batch, Drafts.none(batch)
         for s in sequences:
             s.observed, s.pending_features = s.cached, []
-        if not plan.prefilling:
-            self.stats.timings.draft[batch, number].append(time.perf_counter() - started)
-        asked = [s.draftable for s in plan.decoding]
+        if not plan.prefilling and catching_up <= self.config.num_draft_tokens + 1:
+            seconds = time.perf_counter() - started
+            self.stats.timings.draft[batch, number].append(seconds)
+            if self._chooser:
+                self._chooser.observe_draft(batch, number, seconds)
+        asked = [number if s.draftable else 0 for s in plan.decoding]
         return asked, drafts.spread(places, batch)
+
+    def _choose_number(self, sequences: list[Sequence]) -> int:
+        """Drafts to ask for in this round."""
+        assert self._drafter is not None
+        number = min(self.num_draft_tokens, self._drafter.max_draft_tokens)
+        if self._chooser and number:
+            number = self._chooser.choose([s.position_acceptance for s in sequences])
+        self.stats.draft_lengths[number] += 1
+        return number
+
+    def _note_step(self, batch: int, drafts: Drafts, seconds: float) -> None:
+        longest = max(len(t) for t in drafts.tokens)
+        self.stats.timings.step[batch, longest].append(seconds)
+        if self._chooser:
+            self._chooser.observe_step(batch + sum(len(t) for t in drafts.tokens), seconds)
 
     def _fall_back(self, sequences: list[Sequence], error: Exception) -> None:
         reason = type(error).__name__
@@ -273,7 +301,7 @@ class Engine:
     def _commit(
         self,
         plan: Plan,
-        asked: list[bool],
+        asked: list[int],
         drafts: Drafts,
         outcomes: list[Outcome],
         features_RF: torch.Tensor | None,
@@ -291,6 +319,8 @@ class Engine:
             if decoding and asked[i]:
                 s.acceptance.record(len(drafts.tokens[i]), outcome.num_accepted)
                 self.stats.acceptance.record(len(drafts.tokens[i]), outcome.num_accepted)
+                if self._chooser:
+                    self._chooser.observe_acceptance(s.position_acceptance, asked[i], outcome.num_accepted)
             if outcome.new_tokens:
                 progress.append(self._advance(s, outcome))
         return progress

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.acceptance import Acceptance
+from serving.engine.draft_length import PositionAcceptance
 from serving.engine.sampling import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -55,6 +56,7 @@ class Sequence:
     pending_features: list[Tensor] = field(default_factory=list)  # of positions observed..cached, for the drafter
     kept_features: list[Tensor] = field(default_factory=list)  # of all positions, for the rollout
     acceptance: Acceptance = field(default_factory=Acceptance)
+    position_acceptance: PositionAcceptance = field(default_factory=PositionAcceptance)  # decayed, for the draft length
     finish_reason: FinishReason | None = None
 
     @property
