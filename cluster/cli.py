@@ -155,7 +155,8 @@ def serve(
     host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     model_name: Annotated[str | None, typer.Option(help="What clients ask for; default: the target's name.")] = None,
-    num_draft_tokens: Annotated[int, typer.Option(min=0, help="Drafts per round; 0 decodes plainly.")] = 4,
+    num_draft_tokens: Annotated[int, typer.Option(min=0, help="Most drafts per round; 0: decode plainly.")] = 4,
+    adapt: Annotated[bool, typer.Option(help="Choose each round's number of drafts by cost.")] = True,
     num_slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
     max_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt included.")] = 2048,
     num_replicas: Annotated[int, typer.Option(min=1)] = 1,
@@ -171,7 +172,8 @@ def serve(
         settings: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
         config = ServeConfig(
             target=target, drafter=drafter, host=host, port=port, model_name=model_name,
-            num_draft_tokens=num_draft_tokens, num_slots=num_slots, max_len=max_len, num_replicas=num_replicas,
+            num_draft_tokens=num_draft_tokens, adapt_draft_length=adapt, num_slots=num_slots, max_len=max_len,
+            num_replicas=num_replicas,
             **settings,
         )  # fmt: skip
         start_ray()
@@ -195,7 +197,7 @@ def serve(
 def quickstart(
     target: TargetOption = "smollm2",
     output: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("draftloop-out/quickstart"),
-    prompts: Annotated[int, typer.Option(min=8, max=800, help="GSM8K questions to train on.")] = 500,
+    prompts: Annotated[int, typer.Option(min=8, max=800, help="GSM8K questions to train on.")] = 400,
     epochs: Annotated[float, typer.Option(help="Passes over the target's answers.")] = 8.0,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
 ) -> None:

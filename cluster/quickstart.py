@@ -33,7 +33,7 @@ def quickstart(console: Console, target: str, output: Path, prompts: int, epochs
         stage.say(f"{found.config.model_type}, {found.num_layers} layers of width {found.width}, in {found.path}")
 
     with show.stage(console, f"2 of 5  generate: the target answers {prompts} questions", quiet=False) as stage:
-        config = GenerateConfig(target=target, prompts="gsm8k_train", limit=prompts, output=str(rollouts), batch=8)
+        config = GenerateConfig(target=target, prompts="gsm8k_train", limit=prompts, output=str(rollouts), batch=16)
         made = generate(config, stage.generate)
     console.print(show.generate_table(made))
 

@@ -52,7 +52,8 @@ class ServeConfig(BaseModel):
     max_waiting: Annotated[int, Field(ge=0)] = (
         64  # requests that may wait for a slot, per replica; further ones get 503
     )
-    num_draft_tokens: Annotated[int, Field(ge=0)] = 4  # drafts per round; 0 decodes plainly
+    num_draft_tokens: Annotated[int, Field(ge=0)] = 4  # most drafts per round; 0 decodes plainly
+    adapt_draft_length: bool = True  # choose each round's number by cost, so that drafting switches itself off
     target_layer_ids: list[int] | None = None  # layers to tap beside the drafter's, for drafters swapped in later
     num_replicas: Positive = 1
     num_cpus: Annotated[float, Field(gt=0)] = 1.0  # logical CPUs that Ray sets aside per replica

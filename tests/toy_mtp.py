@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from drafters.checkpoint import as_drafter
+from drafters.checkpoint import as_drafter, save_checkpoint
 from drafters.drafter import DraftReply, DraftRequest
 from drafters.mtp import IndependentHeads, MtpConfig, RecursiveHead, make_mtp
-from drafters.target import SharedWeights
+from drafters.target import SharedWeights, shared_weights, target_fingerprint
 from pipelines.training import TrainingSequence
 
 TAPS = (0, 1)
@@ -121,3 +122,15 @@ class Overheard:
         keys = [key for key, told in self.told.items() if all(a == b for a, b in zip(told, ids, strict=False))]
         assert len(keys) == 1, "prompts must differ"
         return self.rounds[keys[0]]
+
+
+def save_toy_drafter(folder: Path, target_path: Path, kind: str = "recursive") -> Path:
+    """A checkpoint with random weights for the toy target in `target_path`."""
+    shared = shared_weights(target_path, torch.float32)
+    vocab_size = len(shared.embedding_VD)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = make_mtp(toy_mtp_config(kind, vocab_size=vocab_size, draft_vocab_size=vocab_size))
+    module.bind(shared)
+    save_checkpoint(folder, module, {"target_fingerprint": target_fingerprint(target_path, TAPS)})
+    return folder

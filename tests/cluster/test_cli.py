@@ -1,0 +1,138 @@
+"""The command line: help, exit codes, one line for every mistake, and nothing left that a rerun would trust."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from tests.toy_folder import save_toy_target
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def one_line(result) -> str:
+    """The error's text, if the command ended as a user's mistake must."""
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, result.output
+    return lines[0]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"count from {i}"}) + "\n" for i in range(4)))
+    return str(file)
+
+
+@pytest.mark.parametrize("command", ["generate", "train", "evaluate", "serve", "quickstart"])
+def test_every_command_explains_itself(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "--target" in result.output
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate", "--frobnicate"], ["serve", "--port", "99999"], ["fly"]])
+def test_wrong_use_is_exit_code_2(arguments):
+    assert run(*arguments).exit_code == 2
+
+
+def test_a_bad_range_of_actors_is_exit_code_2():
+    assert run("generate", "--num-actors", "4:2").exit_code == 2
+
+
+def test_unknown_target(tmp_path):
+    assert "no-such-model" in one_line(
+        run("generate", "--target", "./no-such-model", "--output", str(tmp_path / "out"))
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (None, "do not exist"),
+        ("", "empty"),
+        ("\n\n", "empty"),
+        ('{"id": "a"}\n', "no text"),
+        ('{"prompt": "%s"}\n' % ("long " * 500), "tokens"),
+    ],
+)
+def test_bad_prompt_files(content, word, tmp_path, toy_target_dir):
+    file = tmp_path / "prompts.jsonl"
+    if content is not None:
+        file.write_text(content)
+    output = tmp_path / "out"
+    result = run("generate", "--target", str(toy_target_dir), "--prompts", str(file), "--output", str(output))
+    assert word in one_line(result)
+    assert not output.exists()
+
+
+def test_an_output_that_holds_other_files(tmp_path, toy_target_dir, prompts):
+    result = run("generate", "--target", str(toy_target_dir), "--prompts", prompts, "--output", str(tmp_path))
+    assert "holds other files" in one_line(result)
+
+
+def test_too_little_room_for_the_features(tmp_path, toy_target_dir, prompts):
+    output = tmp_path / "out"
+    result = run(
+        "generate", "--target", str(toy_target_dir), "--prompts", prompts, "--output", str(output), "--max-bytes", "100"
+    )
+    assert "max" in one_line(result)
+    assert not (output / "manifest.json").exists()
+
+
+def test_train_on_a_folder_that_is_no_rollout_set(tmp_path, toy_target_dir):
+    result = run(
+        "train", "--target", str(toy_target_dir), "--rollouts", str(tmp_path), "--output", str(tmp_path / "drafter")
+    )
+    assert "not a rollout set" in one_line(result)
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_evaluate_without_a_drafter(tmp_path, toy_target_dir, prompts):
+    arguments = ("evaluate", "--target", str(toy_target_dir), "--prompts", prompts, "--drafter")
+    assert "no drafter" in one_line(run(*arguments, str(tmp_path / "nothing")))
+    assert "is not a drafter" in one_line(run(*arguments, str(tmp_path)))
+
+
+def test_evaluate_a_drafter_of_another_target(tmp_path, toy_target_dir, prompts):
+    from tests.toy_mtp import save_toy_drafter
+
+    drafter = save_toy_drafter(tmp_path / "drafter", toy_target_dir)
+    other = save_toy_target(tmp_path / "other", seed=1)
+    arguments = ("evaluate", "--target", str(other), "--prompts", prompts, "--drafter", str(drafter))
+    assert "made for another target" in one_line(run(*arguments))
+    assert not (drafter / "evaluation.json").exists()
+
+
+def test_evaluate_tells_machines_the_same_facts(tmp_path, toy_target_dir, prompts):
+    from tests.toy_mtp import save_toy_drafter
+
+    drafter = save_toy_drafter(tmp_path / "drafter", toy_target_dir)
+    result = run(
+        "evaluate", "--target", str(toy_target_dir), "--prompts", prompts, "--drafter", str(drafter),
+        "--max-new-tokens", "16", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts == json.loads((drafter / "evaluation.json").read_text())
+    assert facts["equal"] == facts["prompts"] == 4
+    assert facts["tau"] >= 1
+    for key in (
+        "acceptance_by_position",
+        "t_base_s",
+        "t_draft_s",
+        "t_verify_s",
+        "s_predicted",
+        "s_measured",
+        "versions",
+    ):
+        assert facts[key], key
