@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def quickstart(console: Console, target: str, output: Path, prompts: int, epochs
     console.print(show.evaluation_table(evaluation))
 
     with show.stage(console, "5 of 5  serve: one question over HTTP", quiet=False) as stage:
-        _serve_once(console, stage, ServeConfig(target=target, drafter=str(drafter), port=port))
+        _serve_once(console, stage, ServeConfig(target=target, drafter=str(drafter), port=_port_or_free(port)))
     console.print("\n[bold]next[/bold]")
     for command in (
         f"draftloop serve --target {target} --drafter {drafter}",
@@ -90,6 +91,19 @@ def _measured_already(config: EvaluateConfig) -> Evaluation | None:
     asked = (config.prompts, config.limit, config.batch, config.dtype, config.max_new_tokens, config.num_draft_tokens)
     have = (known.prompt_set, known.prompts, known.batch, known.dtype, known.max_new_tokens, known.num_draft_tokens)
     return known if asked == have else None
+
+
+def _port_or_free(port: int) -> int:
+    """The port, or any free one if something listens there: ten minutes of work should not end on that."""
+    for candidate in (port, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+            try:
+                probe.bind(("127.0.0.1", candidate))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    return port
 
 
 def _serve_once(console: Console, stage: show.Stage, config: ServeConfig) -> None:

@@ -15,14 +15,15 @@ from cluster.quickstart import quickstart
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_quickstart_twice(ray_cluster, tmp_path, toy_target_dir):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     said = []
-    for _ in range(2):
-        out = io.StringIO()
-        quickstart(Console(file=out, width=120), str(toy_target_dir), tmp_path / "out", 8, 1.0, port)
-        said.append(out.getvalue())
+    with socket.socket() as taken:  # a port in use does not end the quickstart: it takes another
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for _ in range(2):
+            out = io.StringIO()
+            port = taken.getsockname()[1]
+            quickstart(Console(file=out, width=120), str(toy_target_dir), tmp_path / "out", 8, 1.0, port)
+            said.append(out.getvalue())
     for text in said:
         assert "tau" in text
         assert "equal to plain decoding" in text
