@@ -23,11 +23,12 @@ from pathlib import Path
 import torch
 
 from drafters.acceptance import Acceptance
+from drafters.drafter import Drafter
 from drafters.prompt_lookup import PromptLookupDrafter
 from drafters.target import Target, load_model, load_target
 from pipelines.evaluate import versions
 from pipelines.prompts import read_prompts
-from serving.engine.build import TORCH_THREADS, build_engine
+from serving.engine.build import TORCH_THREADS, build_engine, load_drafter_for
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
 
@@ -93,12 +94,15 @@ def our_contenders(target: Target, args: argparse.Namespace, backend: str) -> li
         target.path, dtype=args.dtype, backend=backend, num_slots=args.batch, max_len=1024,
         drafter_path=Path(args.drafter), config=EngineConfig(num_draft_tokens=args.num_draft_tokens),
     )  # fmt: skip
-    mtp, lookup = engine.drafter, PromptLookupDrafter()
+
+    def mtp() -> Drafter:  # one for each engine: a drafter keeps the state of one engine's slots
+        return load_drafter_for(engine.backend, Path(args.drafter), target.path)
+
     plans = [
         ("plain", None, args.num_draft_tokens, False),
-        ("prompt lookup", lookup, 8, False),
-        (f"MTP, {args.num_draft_tokens} drafts", mtp, args.num_draft_tokens, False),
-        ("MTP, length chosen", mtp, args.num_draft_tokens, True),
+        ("prompt lookup", PromptLookupDrafter(), 8, False),
+        (f"MTP, {args.num_draft_tokens} drafts", mtp(), args.num_draft_tokens, False),
+        ("MTP, length chosen", mtp(), args.num_draft_tokens, True),
     ]
     found = []
     for name, drafter, number, adapt in plans:
@@ -212,6 +216,9 @@ def main() -> None:
     contenders = transformers_contenders(target, dtype, args.tokens, args.batch) + [c for group in ours for c in group]
     measure(contenders, prompts, args.batch, args.runs)
 
+    for contender in contenders:
+        if contender.engine and contender.engine.stats.fallbacks:
+            raise SystemExit(f"{contender.name}: the drafter failed ({contender.engine.stats.fallbacks}); no figures")
     plain_of = {c.name: group[0] for group in ours for c in group}
     rows = [row_of(c, plain_of.get(c.name, ours[0][0]), args.batch) for c in contenders]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
@@ -219,7 +226,9 @@ def main() -> None:
         "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(), "arguments": vars(args),
         "copy_gb_per_s": bandwidth, "versions": versions(), "rows": [asdict(r) for r in rows],
     }  # fmt: skip
-    file = Path(__file__).parent / "results" / f"engine-{args.dtype}-batch{args.batch}-{facts['date']}"
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    file = folder / f"engine-{args.dtype}-batch{args.batch}-{facts['date']}"
     file.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n")
     title = (
         f"Engine, {args.dtype}, batch {args.batch}: {len(prompts)} {args.prompts} prompts, {args.tokens} new tokens, "

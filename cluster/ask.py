@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-ANSWER_TIMEOUT_S = 300.0  # of the whole answer
+TIMEOUT_S = 60.0  # longest silence of the endpoint
+
+
+class AskError(RuntimeError):
+    """The endpoint did not answer; one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +23,19 @@ class Answer:
 
 
 def ask(base_url: str, model: str, question: str, max_tokens: int, on_text: Callable[[str], None]) -> Answer:
-    """Stream one greedy answer. Raises openai.OpenAIError."""
+    """Stream one greedy answer. Raises AskError."""
+    from openai import OpenAIError
+
+    try:
+        return _stream(base_url, model, question, max_tokens, on_text)
+    except OpenAIError as error:
+        raise AskError(f"{base_url} did not answer ({error}); see Ray's serve logs, then run again") from error
+
+
+def _stream(base_url: str, model: str, question: str, max_tokens: int, on_text: Callable[[str], None]) -> Answer:
     from openai import OpenAI
 
-    client = OpenAI(base_url=base_url, api_key="none", timeout=ANSWER_TIMEOUT_S, max_retries=0)
+    client = OpenAI(base_url=base_url, api_key="none", timeout=TIMEOUT_S, max_retries=0)
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(
     name="draftloop",
@@ -56,6 +57,7 @@ def generate(
     batch: Annotated[int, typer.Option(help="Sequences that an actor decodes at once.")] = 8,
     drafter: Annotated[str | None, typer.Option(help="Drafter that makes generation faster.")] = None,
     num_actors: Annotated[str, typer.Option(help="Engines in the pool: a number, or least:most.")] = "1",
+    gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per actor.")] = False,
     max_bytes: Annotated[int | None, typer.Option(help="Refuse to write more.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,7 +71,7 @@ def generate(
             target=target, prompts=prompts, output=output, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, with_features=features, num_taps=taps,
             dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=_range(num_actors),
-            max_bytes=max_bytes,
+            max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0,
         )  # fmt: skip
         with show.stage(console, f"generate: {target} continues {prompts}", as_json) as stage:
             report = run(config, stage.generate)
@@ -178,7 +180,8 @@ def serve(
         )  # fmt: skip
         start_ray()
         base_url = run_app(config)
-        console.print(f"[bold]serving[/bold] {config.served_name} at {base_url}, drafter {drafter or 'none'}")
+        what = escape(f"{config.served_name} at {base_url}, drafter {drafter or 'none'}")
+        console.print(f"[bold]serving[/bold] {what}", soft_wrap=True)
         console.print("try it:")
         body = f'{{"model": "{config.served_name}", "messages": [{{"role": "user", "content": "What is 7 * 12?"}}]}}'
         console.print(
@@ -189,6 +192,8 @@ def serve(
         )
         try:
             threading.Event().wait()
+        except KeyboardInterrupt:
+            console.print("stopping")
         finally:
             shutdown()
 
@@ -261,7 +266,7 @@ def _is_told(error: Exception) -> bool:
 
 
 def _fail(message: str, code: int) -> None:
-    errors.print(f"[red]error:[/red] {' '.join(message.split())}", highlight=False, soft_wrap=True)
+    errors.print(f"[red]error:[/red] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 
 

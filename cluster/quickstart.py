@@ -13,7 +13,7 @@ from cluster import show
 from cluster.ask import ask
 from drafters.checkpoint import CheckpointError, read_provenance
 from drafters.target import load_target
-from pipelines.evaluate import EvaluateConfig, Evaluation, evaluate
+from pipelines.evaluate import EvaluateConfig, Evaluation, evaluate, versions
 from pipelines.generate import GenerateConfig, generate
 from pipelines.ray_session import start_ray
 from pipelines.rollout_store import open_rollouts
@@ -90,7 +90,8 @@ def _measured_already(config: EvaluateConfig) -> Evaluation | None:
         return None
     asked = (config.prompts, config.limit, config.batch, config.dtype, config.max_new_tokens, config.num_draft_tokens)
     have = (known.prompt_set, known.prompts, known.batch, known.dtype, known.max_new_tokens, known.num_draft_tokens)
-    return known if asked == have else None
+    same_place = known.device == config.device and known.backend != "torch" and known.versions == versions()
+    return known if asked == have and same_place else None
 
 
 def _port_or_free(port: int) -> int:

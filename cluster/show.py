@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -76,7 +77,7 @@ def stage(console: Console, title: str, quiet: bool) -> Iterator[Stage]:
     if quiet:
         yield Stage(console, None, quiet=True)
         return
-    console.print(f"\n[bold]{title}[/bold]")
+    console.print(f"\n[bold]{escape(title)}[/bold]", soft_wrap=True)
     if not console.is_terminal:
         yield Stage(console, None, quiet=False)
         return
@@ -98,7 +99,7 @@ def generate_table(report: GenerateReport) -> Table:
     table.add_row("shards", f"{report.shards_made} made, {report.shards_reused} reused")
     if report.tokens_per_s:
         table.add_row("speed", f"{report.tokens_per_s:,.0f} tok/s over {report.seconds:.0f} s, start included")
-    table.add_row("folder", report.output)
+    table.add_row("folder", escape(report.output))
     return table
 
 
@@ -112,7 +113,7 @@ def train_table(report: TrainReport) -> Table:
     expected = "-" if report.expected_tau is None else f"{report.expected_tau:.2f}"
     table.add_row("expected tau", f"{expected} on {report.held_out_sequences} held-out sequences")
     table.add_row("draft vocabulary", f"{report.draft_vocab_size:,} tokens, {report.draft_vocab_coverage:.1%} covered")
-    table.add_row("folder", report.output)
+    table.add_row("folder", escape(report.output))
     return table
 
 
@@ -134,7 +135,7 @@ def evaluation_table(e: Evaluation) -> Table:
 
 
 def _facts(title: str) -> Table:
-    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     return table

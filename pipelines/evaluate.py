@@ -71,7 +71,8 @@ class Evaluation:
     num_draft_tokens: int
     max_new_tokens: int
     dtype: str
-    backend: str
+    backend: str  # native or torch
+    device: str
     drafter: str
     prompt_set: str
     mean_context: float  # tokens of prompt and output, mean over prompts
@@ -91,8 +92,10 @@ class EvaluateProgress:
 
 def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], None] | None = None) -> Evaluation:
     """Measure a drafter by real decoding. Raises TargetError, CheckpointError, PromptError or EvaluationError."""
-    if config.batch < 1 or config.limit < 1 or config.num_draft_tokens < 1:
-        raise EvaluationError("batch, limit and num_draft_tokens must be at least 1")
+    for name in ("batch", "limit", "num_draft_tokens", "max_new_tokens"):
+        if getattr(config, name) < 1:
+            raise EvaluationError(f"{name} is {getattr(config, name)}; give at least 1")
+    output = Path(config.output or Path(config.drafter) / "evaluation.json")
     target = load_target(config.target)
     room = target.max_len - config.max_new_tokens
     if room < 1:
@@ -112,9 +115,10 @@ def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], N
         num_threads=config.num_threads,
         config=EngineConfig(num_draft_tokens=config.num_draft_tokens),
     )
+    output.parent.mkdir(parents=True, exist_ok=True)  # now rather than after minutes of work
     runs = _decode_both_ways(engine, rows, config, on_progress)
     evaluation = _summary(engine, runs, rows, config)
-    write_evaluation(evaluation, Path(config.output or Path(config.drafter) / "evaluation.json"))
+    write_evaluation(evaluation, output)
     return evaluation
 
 
@@ -197,6 +201,7 @@ def _summary(engine: Engine, runs: list[_Run], rows: list[PromptRow], config: Ev
         max_new_tokens=config.max_new_tokens,
         dtype=config.dtype,
         backend=engine.backend.name,
+        device=config.device,
         drafter=engine.drafter_name or config.drafter,
         prompt_set=config.prompts,
         mean_context=statistics.mean(len(c.prompt_ids) + len(c.token_ids) for c, _ in pairs),
@@ -224,8 +229,11 @@ def write_evaluation(evaluation: Evaluation, path: Path) -> None:
     """Write the facts as JSON, whole or not at all."""
     payload: dict[str, Any] = asdict(evaluation)
     handle, temporary = tempfile.mkstemp(prefix=".evaluation-", dir=path.parent)
-    with os.fdopen(handle, "w") as stream:
-        json.dump(payload, stream, indent=2)
-        stream.write("\n")
-    Path(temporary).chmod(0o644)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "w") as stream:
+            json.dump(payload, stream, indent=2)
+            stream.write("\n")
+        Path(temporary).chmod(0o644)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from ray.serve.config import HTTPOptions
 
 from drafters.checkpoint import CheckpointError, load_drafter
 from drafters.target import TargetError, load_target
+from drafters.target_source import SMOLLM2_NAMES
 from serving.replica import Replica
 
 APP_NAME = "draftloop"
@@ -65,7 +66,7 @@ class ServeConfig(BaseModel):
     @property
     def served_name(self) -> str:
         """The model's name in the API."""
-        return self.model_name or Path(self.target).name or self.target
+        return self.model_name or Path(self.target).expanduser().resolve().name
 
     @property
     def base_url(self) -> str:
@@ -122,7 +123,9 @@ def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
     found = {
         key: str(path.resolve())
         for key in ("target", "drafter")
-        if (value := getattr(config, key)) is not None and (path := Path(value).expanduser()).exists()
+        if (value := getattr(config, key)) is not None
+        and value.lower() not in SMOLLM2_NAMES  # names come before folders, as in resolve_target
+        and (path := Path(value).expanduser()).exists()
     }
     return config.model_copy(update=found)
 

@@ -22,6 +22,12 @@ from serving.engine.torch_rows import TorchRows
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class EngineBuildError(ValueError):
+    """An engine that cannot be built with these options; one line with the mend."""
+
+
 TORCH_THREADS = torch.get_num_threads()  # torch's own choice, before an engine changes it
 BACKENDS = ("auto", "native", "torch")
 
@@ -43,10 +49,12 @@ def build_engine(
 
     `target_layer_ids` are tapped beside those that the drafter needs. `max_len` is cut to the target's own context.
     `num_threads` are the forward pass's (None: torch's choice); with the native backend torch itself is set to one.
-    Raises TargetError, CheckpointError, UnsupportedTargetError, or ValueError for an unknown dtype or backend.
+    Raises TargetError, CheckpointError, UnsupportedTargetError, or EngineBuildError.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; give one of {', '.join(DTYPES)}")
+        raise EngineBuildError(f"unknown dtype {dtype!r}; give one of {', '.join(DTYPES)}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise EngineBuildError(f"no CUDA device for {device!r}; give cpu, or install a CUDA build of torch")
     threads = num_threads or TORCH_THREADS
     torch.set_num_threads(threads)
     target = load_target(str(target_path))
@@ -95,10 +103,10 @@ def build_rows(
 ) -> RowsBackend:
     """The backend that runs the target's forward passes."""
     if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; give one of {', '.join(BACKENDS)}")
+        raise EngineBuildError(f"unknown backend {backend!r}; give one of {', '.join(BACKENDS)}")
     reason = _no_native_reason(target_path, device) if backend != "torch" else None
     if backend == "native" and reason:
-        raise ValueError(f"the native backend cannot run this target: {reason}; give --backend torch")
+        raise EngineBuildError(f"the native backend cannot run this target: {reason}; give --backend torch")
     model = load_model(target_path, dtype, device)
     if backend == "torch" or reason:
         if reason:

@@ -16,9 +16,10 @@ _OUTLIER = 3.0  # a timing counts at most so many times the running one: other p
 _MEMORY = 64.0  # rounds after which an observation of acceptance has faded to a third
 _PRIOR_WEIGHT = 8.0  # rounds that a sequence's own acceptance must outweigh
 _PRIOR_ACCEPTANCE = 0.6  # of a position nothing is known about
-_FIRST_PROBES = 3  # rounds spent on each of: none, half and all of the drafts, when a batch size is new
+_FIRST_PROBES = 3  # rounds spent on each of: all, no, half the drafts and one, when a batch size is new
 _PROBE_EVERY = 64  # rounds between trials of another number; doubled while drafting is off and stays worse
 _PROBE_MOST = 1024
+_PROBE_ROUNDS = 2  # rounds of a probe: in the first, a drafter that was off catches up, which is not timed
 
 
 @dataclass
@@ -56,7 +57,7 @@ class _Curve:
         self.points[x] = seconds if known is None else known + _DECAY * (min(seconds, _OUTLIER * known) - known)
 
     def at(self, x: int) -> float | None:
-        """Seconds at x; None before the first observation. Never falls below the nearest known point to its left."""
+        """Seconds at x; None before the first observation."""
         if x in self.points or not self.points:
             return self.points.get(x)
         below = max((p for p in self.points if p < x), default=None)
@@ -82,13 +83,19 @@ class DraftLengthChooser:
         self._rounds: Counter[int] = Counter()  # by batch
         self._next_probe: dict[int, int] = {}
         self._probe_gap: dict[int, int] = {}
+        self._probes: Counter[int] = Counter()  # by batch
+        self._off: dict[int, bool] = {}  # by batch, whether the last choice was not to draft
 
-    def choose(self, sequences: Sequence[PositionAcceptance]) -> int:
-        """The number for a round of these sequences, each given by its own acceptance."""
+    def choose(self, sequences: Sequence[PositionAcceptance], plain_rows: int = 0) -> int:
+        """The number for a round of these sequences, each given by its own acceptance.
+
+        `plain_rows` are rows of the same pass that belong to sequences without drafts.
+        """
         batch = len(sequences)
         number = self._probe(batch)
         if number is None:
-            number = self._best(sequences)
+            number = self._best(sequences, plain_rows)
+            self._off[batch] = number == 0
             if number > 0:
                 self._probe_gap[batch] = _PROBE_EVERY
         self._rounds[batch] += 1
@@ -108,14 +115,14 @@ class DraftLengthChooser:
         sequence.record(asked, accepted)
         self.acceptance.record(asked, accepted)
 
-    def tokens_per_s(self, sequences: Sequence[PositionAcceptance], number: int) -> float | None:
+    def tokens_per_s(self, sequences: Sequence[PositionAcceptance], number: int, plain_rows: int = 0) -> float | None:
         """Expected speed of a round with `number` drafts per sequence; None while a time is unknown."""
         batch = len(sequences)
-        step = self._steps.at(batch * (number + 1))
+        step = self._steps.at(batch * (number + 1) + plain_rows)
         draft = self._draft_seconds(batch, number)
         if step is None or draft is None or step + draft <= 0:
             return None
-        return sum(self._expected_tokens(s, number) for s in sequences) / (step + draft)
+        return (plain_rows + sum(self._expected_tokens(s, number) for s in sequences)) / (step + draft)
 
     def _expected_tokens(self, sequence: PositionAcceptance, number: int) -> float:
         tokens, reach = 1.0, 1.0
@@ -132,20 +139,23 @@ class DraftLengthChooser:
         nearest = min(self._drafts, key=lambda known: abs(known - batch))
         return self._drafts[nearest].at(number)
 
-    def _best(self, sequences: Sequence[PositionAcceptance]) -> int:
-        speeds = [(self.tokens_per_s(sequences, k) or 0.0, -k) for k in range(self.max_draft_tokens + 1)]
+    def _best(self, sequences: Sequence[PositionAcceptance], plain_rows: int) -> int:
+        speeds = [(self.tokens_per_s(sequences, k, plain_rows) or 0.0, -k) for k in range(self.max_draft_tokens + 1)]
         return -max(speeds)[1]
 
     def _probe(self, batch: int) -> int | None:
         """A number to try now, if one is due: first a few of each kind, later one now and then."""
         most, done = self.max_draft_tokens, self._rounds[batch]
-        first = [most] * _FIRST_PROBES + [0] * _FIRST_PROBES + [(most + 1) // 2] * _FIRST_PROBES
+        first = [number for number in (most, 0, (most + 1) // 2, 1) for _ in range(_FIRST_PROBES)]
         if done < len(first):
             return first[done]
         due = self._next_probe.setdefault(batch, done + _PROBE_EVERY)
         if done < due:
             return None
-        gap = self._probe_gap.get(batch, _PROBE_EVERY)
-        self._next_probe[batch] = done + gap
-        self._probe_gap[batch] = min(2 * gap, _PROBE_MOST)
-        return (done // _PROBE_EVERY) % (most + 1)
+        if done >= due + _PROBE_ROUNDS - 1:  # the last round of this probe
+            gap = self._probe_gap.get(batch, _PROBE_EVERY)
+            self._next_probe[batch] = done + gap
+            self._probe_gap[batch] = min(2 * gap, _PROBE_MOST)
+            self._probes[batch] += 1
+        numbers = range(most, 0, -1) if self._off.get(batch) else range(most, -1, -1)  # off: that time is known already
+        return numbers[self._probes[batch] % len(numbers)]

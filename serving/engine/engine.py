@@ -177,7 +177,7 @@ class Engine:
         asked, drafts = self._draft(plan)
         started = time.perf_counter()
         members = plan.decoding + [s for s, _ in plan.prefilling]
-        wanted = any(s.keep_features or (self._columns is not None and s.draftable) for s in members)
+        wanted = any(s.keep_features or self._feeds_drafter(s) for s in members)
         rows = assemble_rows(plan, drafts, with_features=wanted)
         output = self.backend.forward(rows)
         outcomes = decide(plan, drafts, output.logits_NV)
@@ -230,10 +230,10 @@ class Engine:
 
         Running requests go on plainly if the new one needs features that they no longer have.
         """
-        self._columns = _feature_columns(self.backend, drafter) if drafter and drafter.target_layer_ids else None
+        columns = _feature_columns(self.backend, drafter) if drafter and drafter.target_layer_ids else None
         if drafter:
             drafter.allocate(self.num_slots, self.max_len)
-        self._drafter = drafter
+        self._drafter, self._columns = drafter, columns
         self._chooser = None
         if drafter and self.config.adapt_draft_length:
             self._chooser = DraftLengthChooser(min(self.config.num_draft_tokens, drafter.max_draft_tokens))
@@ -254,7 +254,7 @@ class Engine:
         if not places or self._drafter is None:
             return [0] * batch, Drafts.none(batch)
         sequences = [plan.decoding[i] for i in places]
-        number = self._choose_number(sequences)
+        number = self._choose_number(sequences, plain_rows=batch - len(places))
         if number < 1:
             return [0] * batch, Drafts.none(batch)
         catching_up = max(s.cached - s.observed for s in sequences)
@@ -269,18 +269,18 @@ class Engine:
             s.observed, s.pending_features = s.cached, []
         if not plan.prefilling and catching_up <= self.config.num_draft_tokens + 1:
             seconds = time.perf_counter() - started
-            self.stats.timings.draft[batch, number].append(seconds)
+            self.stats.timings.draft[len(sequences), number].append(seconds)
             if self._chooser:
-                self._chooser.observe_draft(batch, number, seconds)
+                self._chooser.observe_draft(len(sequences), number, seconds)
         asked = [number if s.draftable else 0 for s in plan.decoding]
         return asked, drafts.spread(places, batch)
 
-    def _choose_number(self, sequences: list[Sequence]) -> int:
+    def _choose_number(self, sequences: list[Sequence], plain_rows: int) -> int:
         """Drafts to ask for in this round."""
         assert self._drafter is not None
         number = min(self.num_draft_tokens, self._drafter.max_draft_tokens)
         if self._chooser and number:
-            number = self._chooser.choose([s.position_acceptance for s in sequences])
+            number = self._chooser.choose([s.position_acceptance for s in sequences], plain_rows)
         self.stats.draft_lengths[number] += 1
         return number
 
@@ -325,12 +325,20 @@ class Engine:
                 progress.append(self._advance(s, outcome))
         return progress
 
+    def _feeds_drafter(self, s: Sequence) -> bool:
+        """Whether the drafter will want this sequence's features; with drafting switched off they are not kept."""
+        if self._columns is None or not s.draftable:
+            return False
+        if self.num_draft_tokens == 0:
+            s.draftable = False  # pairs are missing from here on
+        return s.draftable
+
     def _keep_features(self, s: Sequence, features_RF: torch.Tensor | None, row: int, count: int) -> None:
         if features_RF is None:
             return
         if s.keep_features:
             s.kept_features.append(features_RF[row : row + count].to("cpu", torch.bfloat16, copy=True))
-        if self._columns is not None and s.draftable:
+        if self._feeds_drafter(s):
             s.pending_features.append(features_RF[row : row + count].clone())
 
     def _advance(self, s: Sequence, outcome: Outcome) -> Progress:
