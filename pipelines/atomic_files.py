@@ -21,10 +21,11 @@ class AtomicFolder:
     def __init__(self, uri: str, scratch: str = "_work"):
         if "://" not in uri:
             uri = str(Path(uri).expanduser().absolute())
-        self.uri = uri.rstrip("/")
         self.scratch = scratch
-        self.fs, root = fsspec.core.url_to_fs(self.uri)
+        self.fs, root = fsspec.core.url_to_fs(uri.rstrip("/"))
         self.root = str(root).rstrip("/")
+        # absolute, so that it means the same to workers, whose working directory is another
+        self.uri = self.root if isinstance(self.fs, LocalFileSystem) else uri.rstrip("/")
 
     @property
     def local(self) -> Path | None:

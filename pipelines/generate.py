@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from drafters.target import Target, chat_template_hash, load_target, target_fingerprint, tokenizer_hash
@@ -68,7 +69,14 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
     )
     longest = max(len(row.prompt_ids) for row in prompts.rows) + config.max_new_tokens
     max_len = min(target.max_len, math.ceil(longest / 64) * 64)
-    context = ShardContext(config=config, metadata=metadata, output=store.uri, max_len=max_len)
+    context = ShardContext(
+        config=config,
+        metadata=metadata,
+        target=str(target.path.absolute()),
+        drafter=str(Path(config.drafter).expanduser().absolute()) if config.drafter else None,
+        output=store.uri,
+        max_len=max_len,
+    )
     made = make_shards(context, {name: shard_item(name, rows) for name, rows in missing.items()}, meter)
     records = [*done.values(), *made]
     manifest = store.finish(plan, metadata, records, _all_rejects(config, prompts, records))

@@ -33,10 +33,12 @@ REPORT_EVERY_S = 1.0  # how often an actor tells the progress board where it sta
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContext:
-    """What every actor of a run needs to know, beside its shards."""
+    """What every actor of a run needs to know, beside its shards. Its paths are absolute: actors run elsewhere."""
 
     config: GenerateConfig
     metadata: RolloutMetadata
+    target: str  # absolute path of the driver's copy
+    drafter: str | None  # absolute path
     output: str  # absolute URI
     max_len: int  # tokens of the longest row, prompt and response
 
@@ -134,7 +136,9 @@ class ShardGenerator:
 
             context, config = self.context, self.context.config
             layers = context.metadata.target_layer_ids
-            path = resolve_target(config.target)  # on this node
+            path = Path(context.target)
+            if not path.exists():  # another node, which has a copy of its own
+                path = resolve_target(config.target)
             if target_fingerprint(path, layers) != context.metadata.target_fingerprint:
                 raise ValueError(f"target {config.target} differs between the driver and this node")
             self._engine = build_engine(
@@ -144,7 +148,7 @@ class ShardGenerator:
                 device="cuda" if config.gpus_per_actor else "cpu",
                 num_slots=config.batch,
                 max_len=context.max_len,
-                drafter_path=Path(config.drafter) if config.drafter else None,
+                drafter_path=Path(context.drafter) if context.drafter else None,
                 target_layer_ids=layers or None,
                 num_threads=config.threads,
             )

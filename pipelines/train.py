@@ -75,7 +75,8 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
         train_worker,
         train_loop_config={
             "config": config,
-            "target_path": str(target.path),
+            "target_path": str(target.path.absolute()),
+            "rollouts": rollouts.uri,
             "board": board,
             "versions": versions(),
         },

@@ -33,7 +33,7 @@ def train_worker(arguments: dict[str, Any]) -> None:
     context = ray_train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(config.threads_per_worker or max(1, (os.cpu_count() or 1) // world))
-    rollouts = open_rollouts(config.rollouts)
+    rollouts = open_rollouts(arguments["rollouts"])  # absolute: a worker runs in a folder of its own
     training, held_out = split(read_sequences(rollouts), config.held_out)
     module = build_module(config, Path(arguments["target_path"]), rollouts, training).to(get_device())
     forward: torch.nn.Module = module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -40,10 +41,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_rollouts(work: Path, target: Path) -> str:
+    """By relative paths: the cluster was started from another folder."""
     config = GenerateConfig(
-        target=str(target),
-        prompts=str(work / "prompts.jsonl"),
-        output=str(work / "rollouts"),
+        target=os.path.relpath(target, work),
+        prompts="prompts.jsonl",
+        output="rollouts",
         max_new_tokens=24,
         rows_per_shard=24,
         backend="torch",
@@ -51,8 +53,9 @@ def make_rollouts(work: Path, target: Path) -> str:
         cpus_per_actor=1,
         stall_timeout_s=120,
     )
-    generate(config)
-    return config.output
+    with contextlib.chdir(work):
+        generate(config)
+    return str(work / "rollouts")
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +76,28 @@ def config(work: Path, toy_target_dir: Path, ray_cluster: None) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def trained(config: TrainConfig, work: Path) -> tuple[TrainReport, list[CurvePoint]]:
-    """An undisturbed run."""
+    """An undisturbed run, by relative paths."""
     points: list[CurvePoint] = []
-    return train(replace(config, output=str(work / "drafter")), points.append), points
+    here = replace(config, target=os.path.relpath(config.target, work), rollouts="rollouts", output="drafter")
+    with contextlib.chdir(work):
+        return train(here, points.append), points
+
+
+def test_generate_takes_a_drafter_by_a_relative_path(trained, toy_target_dir: Path, work: Path):
+    config = GenerateConfig(
+        target=str(toy_target_dir),
+        prompts=str(work / "prompts.jsonl"),
+        output="drafted",
+        limit=2,
+        max_new_tokens=8,
+        with_features=False,
+        drafter="drafter",
+        backend="torch",
+        cpus_per_actor=1,
+    )
+    with contextlib.chdir(work):
+        assert generate(config).rows == 2
+    assert len(open_rollouts(str(work / "drafted"))) == 2
 
 
 def test_a_trained_drafter_decodes_losslessly(trained, config: TrainConfig, work: Path, toy_target_dir: Path):
