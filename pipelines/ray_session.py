@@ -30,6 +30,17 @@ def start_ray(num_cpus: int | None = None) -> None:
     silence_ray_data()
 
 
+def lacking_resource(need: dict[str, float]) -> tuple[str, float] | None:
+    """The first resource of `need` that a local cluster will never have, and how much it has; None if it has them all.
+
+    Ray waits for ever for what it lacks. A cluster that was joined may still grow, so nothing is lacking there.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return None
+    have = ray.cluster_resources()
+    return next(((name, have.get(name, 0)) for name, amount in need.items() if amount > have.get(name, 0)), None)
+
+
 def silence_ray_data() -> None:
     """Keep Ray Data's own progress bars and logs off the terminal: commands show progress themselves."""
     import ray.data

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from pipelines.generate_config import GenerateConfig, GenerateError
-from pipelines.ray_session import start_ray
+from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import ShardRecord
 from pipelines.shard_generator import ProgressBoard, ShardContext, ShardGenerator
 
@@ -114,17 +114,16 @@ def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: 
 
 def check_resources(config: GenerateConfig) -> None:
     """Raise GenerateError if the least pool can never start: Ray would wait for ever."""
-    if os.environ.get("RAY_ADDRESS"):
-        return  # a cluster may still grow
-    have, actors = ray.cluster_resources(), config.num_actors[0]
-    for name, each in (("CPU", config.cpus), ("GPU", config.gpus_per_actor)):
-        spare = 1 if name == "CPU" else 0  # a pool that takes every CPU leaves none for reading
-        if actors * each + (spare if each else 0) > have.get(name, 0):
-            option = f"{name.lower()}s_per_actor"
-            raise GenerateError(
-                f"{actors} actors with {option} {each:g} need {actors * each + spare:g} {name}s, "
-                f"Ray has {have.get(name, 0):g}; lower num_actors or {option}"
-            )
+    actors, each = config.num_actors[0], {"CPU": config.cpus, "GPU": config.gpus_per_actor}
+    need = {name: actors * amount for name, amount in each.items()}
+    need["CPU"] += 1  # a pool that takes every CPU leaves none for reading
+    if lacking := lacking_resource(need):
+        name, have = lacking
+        option = f"{name.lower()}s_per_actor"
+        raise GenerateError(
+            f"{actors} actors with {option} {each[name]:g} need {need[name]:g} {name}s, "
+            f"Ray has {have:g}; lower num_actors or {option}"
+        )
 
 
 def _results(context: ShardContext, items: list[dict[str, str]], board: Any, meter: Meter) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ undisturbed run.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ from ray.train.torch import TorchTrainer
 from drafters.checkpoint import CheckpointError, read_config
 from drafters.target import Target, load_target, target_fingerprint
 from pipelines.evaluate import versions
-from pipelines.ray_session import start_ray
+from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutSet, open_rollouts
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.train_worker import DRAFTER, REPORT, is_usable, train_worker
@@ -35,6 +36,7 @@ from pipelines.training import CurvePoint
 DRAFTER_FILES = {"config.json", "model.safetensors", "provenance.json", "evaluation.json"}
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
 MAX_FAILURES = 3  # workers that may die before the run gives up
+MAX_FAILED_STARTS = 10  # times that the workers may fail to start, such as for a cluster that grows too slowly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     output = Path(config.output).expanduser().resolve()
     check_output(output)
     start_ray()
+    check_resources(config)
     board = _Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     work = output.parent / f".{output.name}.training"
     name = run_name(config, rollouts)
@@ -88,7 +91,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
         run_config=RunConfig(
             name=name,
             storage_path=str(work),
-            failure_config=FailureConfig(max_failures=MAX_FAILURES),
+            failure_config=_failure_config(),
             checkpoint_config=CheckpointConfig(num_to_keep=1),
         ),
     )
@@ -136,6 +139,25 @@ def check_output(output: Path) -> None:
         raise TrainError(f"output {output} holds other files ({foreign[0]}); give a new or empty folder")
     if not os.access(output.parent, os.W_OK):
         raise TrainError(f"output {output} cannot be written; give a folder that you may write to")
+
+
+def check_resources(config: TrainConfig) -> None:
+    """Raise TrainError if the workers can never start."""
+    workers = config.num_workers
+    need = {"GPU": float(workers if config.use_gpu else 0), "CPU": workers * config.cpus_per_worker}
+    if lacking := lacking_resource(need):
+        name, have = lacking
+        option = "use_gpu is on" if name == "GPU" else f"cpus_per_worker is {config.cpus_per_worker:g}"
+        mend = "lower num_workers" + (" or leave use_gpu off" if name == "GPU" else " or cpus_per_worker")
+        raise TrainError(f"num_workers is {workers} and {option}: {need[name]:g} {name}s, Ray has {have:g}; {mend}")
+
+
+def _failure_config() -> FailureConfig:
+    """How often what may fail; older versions of Ray know no limit for failed starts."""
+    options = {"max_failures": MAX_FAILURES}
+    if "controller_failure_limit" in inspect.signature(FailureConfig).parameters:
+        options["controller_failure_limit"] = MAX_FAILED_STARTS
+    return FailureConfig(**options)
 
 
 def run_name(config: TrainConfig, rollouts: RolloutSet) -> str:

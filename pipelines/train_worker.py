@@ -43,9 +43,9 @@ def train_worker(arguments: dict[str, Any]) -> None:
     curve = _restore(trainer)
     for point in trainer.run():
         last = point.step == point.total_steps
-        if rank == 0 and (last or point.expected_tau is not None or point.step % SHOW_EVERY == 0):
+        if rank == 0 and (last or point.evaluated or point.step % SHOW_EVERY == 0):
             arguments["board"].put.remote(point)
-        if point.expected_tau is not None:
+        if point.evaluated:
             curve.append(point)
         if last or point.step % config.save_every_steps == 0:  # reporting is a barrier: all workers, same step
             with tempfile.TemporaryDirectory() as folder:

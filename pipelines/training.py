@@ -34,7 +34,7 @@ class TrainingSequence:
 class StepConfig:
     """How the optimiser walks."""
 
-    epochs: float = 6.0  # passes over the training sequences
+    epochs: float = 8.0  # passes over the training sequences
     sequences_per_step: int = 8  # sequences of one optimiser step, over all workers
     anchors_per_sequence: int = 20  # draft blocks trained per sequence and step
     learning_rate: float = 2e-3  # peak, AdamW
@@ -58,6 +58,11 @@ class CurvePoint:
     expected_tau: float | None = None  # on the held-out sequences, where measured
     acceptance_by_position: list[float] | None = None
     tokens: int = 0  # response tokens seen so far, repeats counted
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether expected tau was measured here; it may be unknown, if all held-out responses are too short."""
+        return self.acceptance_by_position is not None
 
 
 @dataclass
@@ -132,7 +137,7 @@ class Trainer:
         if config.sequences_per_step % world:
             raise ValueError(f"sequences_per_step ({config.sequences_per_step}) must divide by {world} workers")
         if not sequences:
-            raise ValueError("no training sequence has two response tokens; generate more or longer rollouts")
+            raise ValueError("no training sequence has three response tokens; generate more or longer rollouts")
         self.module, self.forward = module, forward or module  # `forward` may be wrapped for distributed training
         self.sequences, self.held_out, self.config = sequences, held_out, config
         self.rank, self.world = rank, world

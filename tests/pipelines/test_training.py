@@ -172,6 +172,13 @@ def test_expected_acceptance_by_hand(model):
     assert expected_acceptance(module, [short], 3).tau is None
 
 
+def test_held_out_responses_too_short_for_a_round_leave_tau_unknown(model, sequences):
+    short = [TrainingSequence(s.ids[: s.prompt_len + 3], s.prompt_len, s.features) for s in sequences[:2]]
+    last = curve_of(Trainer(toy_mtp(model), sequences, short, replace(CONFIG, epochs=0.4)))[-1]
+    assert last.evaluated
+    assert (last.expected_tau, last.acceptance_by_position) == (None, [])
+
+
 def test_frequent_tokens_are_ascending_and_ties_go_to_lower_ids():
     one = TrainingSequence(torch.tensor([5, 5, 5, 2, 2, 9]), 1, torch.zeros(5, 1))
     two = TrainingSequence(torch.tensor([9, 7, 3]), 1, torch.zeros(2, 1))

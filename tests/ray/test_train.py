@@ -185,6 +185,15 @@ def test_a_killed_worker_and_a_failed_run_cost_nothing(
     assert [p["step"] for p in read_provenance(Path(report.output))["training_curve"]] == [4, 8, 12]
 
 
+def test_responses_too_short_to_measure_tau_on_still_train(config: TrainConfig, tmp_path: Path):
+    rollouts = changed_set(config, tmp_path / "short", rows=6, response=3)  # as long as a draft, so no whole round
+    steps = replace(config.steps, epochs=1, sequences_per_step=4)
+    report = train(replace(config, rollouts=rollouts, output=str(tmp_path / "drafter"), steps=steps))
+    assert report.expected_tau is None
+    assert report.acceptance_by_position == []
+    assert read_provenance(tmp_path / "drafter")["expected_tau"] is None
+
+
 # -- refused in one line, before anything is started -----------------------------------------------------------------
 
 
@@ -229,6 +238,13 @@ def test_what_is_no_usable_rollout_set_is_refused(config: TrainConfig, work: Pat
     short = changed_set(config, tmp_path / "short", rows=5, response=2)
     refused(replace(here, rollouts=short), TrainError, r"0 usable rollouts are too few to train on \(of 5\)")
     assert not (tmp_path / "drafter").exists()
+
+
+def test_workers_that_could_never_start_are_refused(config: TrainConfig, tmp_path: Path):
+    here = replace(config, output=str(tmp_path / "drafter"))
+    many = replace(here, num_workers=9, steps=replace(config.steps, sequences_per_step=9))
+    refused(many, TrainError, r"num_workers is 9 and cpus_per_worker is 1: 9 CPUs, Ray has 8")
+    refused(replace(here, use_gpu=True), TrainError, r"use_gpu is on: 1 GPUs, Ray has 0")
 
 
 def test_output_with_other_files_is_refused(config: TrainConfig, toy_target_dir: Path, tmp_path: Path):
