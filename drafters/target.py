@@ -36,6 +36,7 @@ __all__ = [
     "Target",
     "TargetError",
     "chat_template_hash",
+    "check_shareable",
     "dflash_target_layer_ids",
     "load_model",
     "load_target",
@@ -174,10 +175,27 @@ class SharedWeights:
     rms_eps: float
 
 
+def check_shareable(path: Path) -> None:
+    """Raise TargetError unless drafters can borrow this target's weights; reads the config and headers only."""
+    _shared_tensors(path)
+
+
 def shared_weights(path: Path, dtype: torch.dtype) -> SharedWeights:
     """Embedding, LM head and final norm, read from the safetensors files without building the model."""
     from safetensors import safe_open
 
+    def read(name: str) -> Tensor:
+        with safe_open(files[name], framework="pt") as opened:
+            return opened.get_tensor(name).to(dtype)
+
+    config, (embedding_name, head_name, norm_name), files = _shared_tensors(path)
+    embedding = read(embedding_name)
+    head = embedding if head_name is None else read(head_name)
+    return SharedWeights(embedding, head, read(norm_name), float(config.get("rms_norm_eps", 1e-6)))
+
+
+def _shared_tensors(path: Path) -> tuple[dict[str, Any], tuple[str, str | None, str], dict[str, Path]]:
+    """Config, names of embedding, LM head (None: the embedding) and final norm, and the files. Raises TargetError."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     config = config | config.get("text_config", {})
     if str(config["model_type"]).startswith("gemma"):
@@ -187,19 +205,15 @@ def shared_weights(path: Path, dtype: torch.dtype) -> SharedWeights:
         )
     files = {name: file for file in weight_files(path) for name in safetensors_header(file)[0]}
 
-    def read(pattern: re.Pattern[str]) -> Tensor | None:
-        for name in sorted(files, key=len):
-            if pattern.fullmatch(name):
-                with safe_open(files[name], framework="pt") as opened:
-                    return opened.get_tensor(name).to(dtype)
-        return None
+    def find(pattern: re.Pattern[str]) -> str | None:
+        return next((name for name in sorted(files, key=len) if pattern.fullmatch(name)), None)
 
-    embedding, norm = read(_EMBEDDING), read(_FINAL_NORM)
+    embedding, norm = find(_EMBEDDING), find(_FINAL_NORM)
     if embedding is None or norm is None:
         lacking = "embedding" if embedding is None else "final norm"
         raise TargetError(f"target {path} has no {lacking} under a known name; its architecture is not supported")
-    head = None if config.get("tie_word_embeddings") else read(_HEAD)
-    return SharedWeights(embedding, embedding if head is None else head, norm, float(config.get("rms_norm_eps", 1e-6)))
+    head = None if config.get("tie_word_embeddings") else find(_HEAD)
+    return config, (embedding, head, norm), files
 
 
 def mtp_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafters.target import Target, chat_template_hash, load_target, target_fingerprint, tokenizer_hash
+from drafters.target import (
+    Target,
+    TargetError,
+    chat_template_hash,
+    check_shareable,
+    load_target,
+    target_fingerprint,
+    tokenizer_hash,
+)
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.prompts import PromptRow, PromptSet, RejectedRow, read_prompts
 from pipelines.rollout_schema import RolloutMetadata
@@ -44,6 +52,8 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
     """Make (or complete) a rollout set. Raises TargetError, PromptError, RolloutError or GenerateError."""
     say = on_progress or (lambda _: None)
     target = load_target(config.target, on_progress=lambda text: say(GenerateProgress(message=text)))
+    if config.with_features:
+        _check_trainable(target)
     prompts = read_prompts(
         config.prompts,
         target,
@@ -95,6 +105,16 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
 
 
 # -- before the work: what it is, and whether there is room -----------------------------------------------------------
+
+
+def _check_trainable(target: Target) -> None:
+    """Refuse at once what `draftloop train` would refuse after all the generating."""
+    try:
+        check_shareable(target.path)
+    except TargetError as error:
+        raise TargetError(
+            f"{error}; features could not be used for MTP training, give --no-features if only the tokens are wanted"
+        ) from None
 
 
 def _max_prompt_tokens(config: GenerateConfig, target: Target) -> int:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafters import target_source
 from drafters.target import (
     TargetError,
     chat_template_hash,
+    check_shareable,
     dflash_target_layer_ids,
     load_model,
     load_target,
@@ -194,6 +196,22 @@ def test_shared_weights_equal_the_model_s(tmp_path: Path, tied: bool):
     assert shared.rms_eps == model.config.rms_norm_eps
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("lacking", ["embed_tokens", "norm"])
+def test_what_drafters_cannot_borrow_from_is_refused_from_config_and_headers(own_target: Path, lacking: str):
+    check_shareable(own_target)
+    weights = load_file(own_target / "model.safetensors")
+    names = [name for name in weights if name == f"model.{lacking}.weight"]
+    assert names
+    renamed = {("model.odd.weight" if name in names else name): tensor for name, tensor in weights.items()}
+    save_file(renamed, own_target / "model.safetensors", metadata={"format": "pt"})
+    for refuse in (check_shareable, lambda path: shared_weights(path, torch.float32)):
+        with pytest.raises(TargetError, match="under a known name"):
+            refuse(own_target)
+    edit_json(own_target / "config.json", model_type="gemma2")
+    with pytest.raises(TargetError, match="gemma2 family"):
+        check_shareable(own_target)
 
 
 def test_default_taps():

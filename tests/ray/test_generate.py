@@ -11,13 +11,15 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from drafters.target import load_model
+from drafters.target import TargetError, load_model
 from pipelines import shard_pool
 from pipelines.generate import GenerateConfig, GenerateError, generate
 from pipelines.rollout_schema import Rollout
 from pipelines.rollout_store import RolloutError, open_rollouts, shard_name
 from pipelines.shard_generator import ShardGenerator, pick_layers, row_seed
+from tests.toy_folder import save_toy_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -198,6 +200,17 @@ def test_pool_that_could_never_start_is_refused(config: GenerateConfig, tmp_path
     for change, cause in (({"gpus_per_actor": 1}, "GPU"), ({"cpus_per_actor": 99}, "Ray has 8")):
         with pytest.raises(GenerateError, match=cause):
             generate(replace(config, output=str(tmp_path / cause), **change))
+
+
+def test_features_that_could_never_train_are_refused_at_once(config: GenerateConfig, tmp_path: Path):
+    target = save_toy_target(tmp_path / "target")
+    weights = load_file(target / "model.safetensors")
+    weights["model.odd.weight"] = weights.pop("model.norm.weight")
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TargetError, match=r"no final norm.*give --no-features") as caught:
+        generate(replace(config, target=str(target), output=str(tmp_path / "rollouts")))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "rollouts").exists()
 
 
 def test_broken_engine_option_is_the_shards_error(config: GenerateConfig, tmp_path: Path):
