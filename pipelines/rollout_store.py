@@ -23,6 +23,7 @@ from pipelines.rollout_schema import SCHEMA_VERSION, Rollout, RolloutMetadata, r
 
 PLAN, MANIFEST, REJECTS, RECORDS = "plan.json", "manifest.json", "rejects.jsonl", "_work"
 ROW_GROUP_BYTES = 64 * 2**20  # of features: what a reader holds at a time
+READ_BYTES = 2**20  # of a file, at a time, for its checksum
 
 
 class RolloutError(ValueError):
@@ -55,12 +56,15 @@ class RolloutStore:
         self.uri = self.folder.uri
 
     def begin(self, plan: dict[str, Any]) -> None:
-        """Tie the folder to a plan, or check that it is the plan the folder was begun with. Raises RolloutError."""
+        """Tie the folder to a plan, or check that it is the plan the folder was begun with. Raises RolloutError.
+
+        A plan that nothing was made with yet ties to nothing: the run may have been refused for want of room.
+        """
         try:
             names = self.folder.names()
-            if PLAN in names:
+            if PLAN in names and self._is_begun(names):
                 self._check_plan(plan)
-            elif foreign := [name for name in names if name != RECORDS]:
+            elif foreign := [name for name in names if name not in (PLAN, RECORDS)]:
                 raise RolloutError(f"output {self.uri} holds other files ({foreign[0]}); give a new or empty folder")
             else:
                 self.folder.write(PLAN, _json_bytes(plan))
@@ -71,6 +75,12 @@ class RolloutStore:
             raise RolloutError(
                 f"output {self.uri} cannot be written ({_reason(error)}); check path and access"
             ) from error
+
+    def _is_begun(self, names: list[str]) -> bool:
+        """Whether the folder holds more than a plan and what killed writers left."""
+        if set(names) - {PLAN, RECORDS}:
+            return True
+        return any(not name.endswith(".tmp") for name in self.folder.names(RECORDS))
 
     def _check_plan(self, plan: dict[str, Any]) -> None:
         try:
@@ -243,11 +253,26 @@ class RolloutSet:
                 f"shard {self.uri}/{shard.name} cannot be read ({_reason(error)}); delete it and run generate again"
             ) from error
 
+    def check_target(self, fingerprint: str) -> None:
+        """Raise RolloutError if another target made the set."""
+        if fingerprint != self.metadata.target_fingerprint:
+            raise RolloutError(
+                f"rollouts {self.uri} were made by another target ({self.metadata.target}, fingerprint "
+                f"{self.metadata.target_fingerprint}, not {fingerprint}); generate them with this one"
+            )
+
     def check(self) -> None:
         """Compare every shard with its checksum. Raises RolloutError naming the shards that differ."""
-        bad = [s.name for s in self.manifest.shards if hashlib.sha256(self.folder.read(s.name)).hexdigest() != s.sha256]
+        bad = [shard.name for shard in self.manifest.shards if self._sha256(shard.name) != shard.sha256]
         if bad:
             raise RolloutError(f"rollouts {self.uri}: {', '.join(bad)} are damaged; delete them and run generate again")
+
+    def _sha256(self, name: str) -> str:
+        digest = hashlib.sha256()
+        with self.folder.fs.open(self.folder.path(name), "rb") as stream:
+            while block := stream.read(READ_BYTES):
+                digest.update(block)
+        return digest.hexdigest()
 
 
 def open_rollouts(uri: str, *, target_fingerprint: str | None = None) -> RolloutSet:
@@ -265,12 +290,10 @@ def open_rollouts(uri: str, *, target_fingerprint: str | None = None) -> Rollout
     broken = [shard.name for shard in manifest.shards if folder.size(shard.name) != shard.bytes]
     if broken:
         raise RolloutError(f"rollouts {uri}: {', '.join(broken[:3])} missing or cut short; run generate again")
-    if target_fingerprint and target_fingerprint != manifest.metadata.target_fingerprint:
-        raise RolloutError(
-            f"rollouts {uri} were made by another target ({manifest.metadata.target}, fingerprint "
-            f"{manifest.metadata.target_fingerprint}, not {target_fingerprint}); generate them with this one"
-        )
-    return RolloutSet(folder, manifest, hashlib.sha256(folder.read(MANIFEST)).hexdigest())
+    rollouts = RolloutSet(folder, manifest, hashlib.sha256(folder.read(MANIFEST)).hexdigest())
+    if target_fingerprint:
+        rollouts.check_target(target_fingerprint)
+    return rollouts
 
 
 def iter_rollouts(uri: str, *, with_features: bool = True) -> Iterator[Rollout]:

@@ -110,12 +110,13 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
 
 
 def check_rollouts(config: TrainConfig, target: Target) -> RolloutSet:
-    """The rollout set, if this target made it and it has features. Raises RolloutError or TrainError."""
+    """The rollout set, if this target made it, it is whole and has features. Raises RolloutError or TrainError."""
     rollouts = open_rollouts(config.rollouts)
-    fingerprint = target_fingerprint(target.path, rollouts.metadata.target_layer_ids)
-    rollouts = open_rollouts(config.rollouts, target_fingerprint=fingerprint)
+    rollouts.check_target(target_fingerprint(target.path, rollouts.metadata.target_layer_ids))
     if not rollouts.has_features:
         raise TrainError(f"rollouts {config.rollouts} have no features; generate them again with features")
+    if rollouts.folder.local:  # from afar it would mean to fetch everything twice
+        rollouts.check()
     usable = sum(is_usable(rollout) for rollout in rollouts.rollouts(with_features=False))
     if usable < 2:
         raise TrainError(f"{usable} usable rollouts are too few to train on (of {len(rollouts)}); generate more")
@@ -126,11 +127,11 @@ def check_output(output: Path) -> None:
     """Refuse to replace anything but an older drafter, such as a target's folder. Raises TrainError."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        foreign = sorted({p.name for p in output.iterdir()} - DRAFTER_FILES) if output.exists() else []
-        empty = not output.exists() or not any(output.iterdir())
+        names = {p.name for p in output.iterdir() if not p.name.startswith(".")} if output.exists() else set()
     except OSError as error:
         raise TrainError(f"output {output} cannot be used ({error.strerror}); give a new or empty folder") from None
-    if not foreign and not empty:
+    foreign = sorted(names - DRAFTER_FILES)
+    if names and not foreign:
         try:
             read_config(output)
         except CheckpointError:
@@ -154,7 +155,7 @@ def check_resources(config: TrainConfig) -> None:
 
 def _failure_config() -> FailureConfig:
     """How often what may fail; older versions of Ray know no limit for failed starts."""
-    options = {"max_failures": MAX_FAILURES}
+    options: dict[str, Any] = {"max_failures": MAX_FAILURES}
     if "controller_failure_limit" in inspect.signature(FailureConfig).parameters:
         options["controller_failure_limit"] = MAX_FAILED_STARTS
     return FailureConfig(**options)
@@ -173,6 +174,8 @@ def _install(folder: Path, output: Path) -> None:
     shutil.copytree(folder, staged / "new")
     if output.exists():
         os.replace(output, staged / "old")
+        for hidden in (staged / "old").glob(".*"):  # a file browser's or an editor's: no part of the drafter
+            os.replace(hidden, staged / "new" / hidden.name)
     os.replace(staged / "new", output)
     shutil.rmtree(staged)
 

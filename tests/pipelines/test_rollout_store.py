@@ -46,6 +46,22 @@ def rollout(number: int, prompt: int = 4, response: int = 3, dtype=torch.bfloat1
     )
 
 
+def test_a_plan_that_nothing_was_made_with_ties_to_nothing(tmp_path: Path):
+    """The mend that a refusal names (fewer tokens, say) must not be refused in turn."""
+    other = PLAN | {"seed": 4}
+    RolloutStore(str(tmp_path)).begin(PLAN)
+    (tmp_path / "_work" / "killed.tmp").write_bytes(b"half")
+    store = RolloutStore(str(tmp_path))
+    store.begin(other)
+    assert json.loads((tmp_path / "plan.json").read_text())["seed"] == 4
+    store.write_shard(shard_name(0, 2), [rollout(0)], METADATA)
+    with pytest.raises(RolloutError, match="begun with other options"):
+        store.begin(PLAN)
+    (tmp_path / shard_name(0, 2)).unlink()  # its record is left
+    with pytest.raises(RolloutError, match="begun with other options"):
+        store.begin(PLAN)
+
+
 def write_set(folder: Path, shards: int = 3, rows: int = 4) -> RolloutStore:
     store = RolloutStore(str(folder))
     store.begin(PLAN)

@@ -22,7 +22,7 @@ from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.generate import generate
 from pipelines.generate_config import GenerateConfig
 from pipelines.rollout_store import RolloutError, RolloutStore, open_rollouts, shard_name
-from pipelines.train import TrainReport, train
+from pipelines.train import TrainReport, check_output, train
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.training import CurvePoint, StepConfig, Trainer
 from tests.toy_folder import save_toy_target
@@ -237,6 +237,11 @@ def test_what_is_no_usable_rollout_set_is_refused(config: TrainConfig, work: Pat
     refused(replace(here, rollouts=few), TrainError, "1 usable rollouts are too few")
     short = changed_set(config, tmp_path / "short", rows=5, response=2)
     refused(replace(here, rollouts=short), TrainError, r"0 usable rollouts are too few to train on \(of 5\)")
+    shard = Path(changed_set(config, tmp_path / "damaged", rows=4, response=9)) / shard_name(0, 1)
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    refused(replace(here, rollouts=str(shard.parent)), RolloutError, r"part-00000-of-00001\.parquet are damaged")
     assert not (tmp_path / "drafter").exists()
 
 
@@ -245,6 +250,16 @@ def test_workers_that_could_never_start_are_refused(config: TrainConfig, tmp_pat
     many = replace(here, num_workers=9, steps=replace(config.steps, sequences_per_step=9))
     refused(many, TrainError, r"num_workers is 9 and cpus_per_worker is 1: 9 CPUs, Ray has 8")
     refused(replace(here, use_gpu=True), TrainError, r"use_gpu is on: 1 GPUs, Ray has 0")
+
+
+def test_hidden_files_in_the_output_are_kept(tmp_path: Path):
+    new, output = tmp_path / "new", tmp_path / "drafter"
+    for folder, name in ((new, "config.json"), (output, ".DS_Store")):
+        folder.mkdir()
+        (folder / name).write_text(name)
+    check_output(output)
+    train_stage._install(new, output)
+    assert sorted(p.name for p in output.iterdir()) == [".DS_Store", "config.json"]
 
 
 def test_output_with_other_files_is_refused(config: TrainConfig, toy_target_dir: Path, tmp_path: Path):
