@@ -21,7 +21,7 @@ def toy_engine(drafter=None, num_slots=4, num_draft_tokens=3, taps=(), **config)
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return toy_prompts(9, low=1, high=60)
+    return toy_prompts(6, low=1, high=60)
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,6 @@ class AnyToken(RandomProposer):
 
 
 CASES = [  # an argmax drafter takes another path through the engine than one that samples
-    (None, "t1"),
     (AlwaysRight, "t0.7"),
     (AlwaysWrong, "top-k"),
     (HalfRight, "top-p"),
@@ -65,13 +64,13 @@ def next_probs(model, ids: list[int], shape: Sampling) -> np.ndarray:
     return target_probs(logits, *params)[0].numpy()
 
 
-def emitted(drafter, shape: Sampling) -> Counter[tuple[int, ...]]:
+def emitted(drafter, shape: Sampling, samples: int = SAMPLES) -> Counter[tuple[int, ...]]:
     rows = TorchRows(wide_model(), num_slots=400, max_len=16)
     engine = Engine(rows, drafter, config=EngineConfig(num_draft_tokens=2, max_prefill_rows=2000))
-    params = [replace(shape, seed=seed) for seed in range(SAMPLES)]
-    completions = engine.generate([PROMPT] * SAMPLES, params)
+    params = [replace(shape, seed=seed) for seed in range(samples)]
+    completions = engine.generate([PROMPT] * samples, params)
     assert engine.stats.fallbacks == {}
-    assert drafter is None or engine.stats.acceptance.rounds >= SAMPLES
+    assert drafter is None or engine.stats.acceptance.rounds >= samples
     return Counter(tuple(c.token_ids) for c in completions)
 
 
@@ -99,7 +98,7 @@ def test_emitted_tokens_follow_the_target(kind, shape, model):
 
 
 def test_a_wrong_temperature_is_found(model):
-    counts = emitted(None, SHAPES["t1"])
+    counts = emitted(None, SHAPES["t1"], samples=8000)
     assert worst_p(model, counts, Sampling(temperature=0.8)) < 1e-8
 
 
