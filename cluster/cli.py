@@ -84,7 +84,7 @@ def train(
     rollouts: Annotated[str, typer.Option(help="--output of generate.")] = "draftloop-out/rollouts",
     output: Annotated[str, typer.Option(help="Folder of the drafter.")] = "draftloop-out/drafter",
     kind: Annotated[Literal["recursive", "independent"], typer.Option(help="Of MTP drafter.")] = "recursive",
-    num_steps: Annotated[int, typer.Option(help="Drafts it is trained for (K).")] = 5,
+    num_draft_tokens: Annotated[int, typer.Option(help="Drafts it is trained for (K).")] = 5,
     draft_vocab_size: Annotated[int, typer.Option(help="Most frequent tokens that can be drafted; 0: all.")] = 8192,
     own_lm_head: Annotated[bool, typer.Option(help="Independent heads: an LM head of their own.")] = False,
     epochs: Annotated[float, typer.Option(help="Passes over the rollouts.")] = 8.0,
@@ -105,7 +105,7 @@ def train(
         from pipelines.training import StepConfig
 
         config = TrainConfig(
-            target=target, rollouts=rollouts, output=output, kind=kind, num_steps=num_steps,
+            target=target, rollouts=rollouts, output=output, kind=kind, num_draft_tokens=num_draft_tokens,
             draft_vocab_size=draft_vocab_size, own_lm_head=own_lm_head, num_workers=num_workers, use_gpu=gpu,
             steps=StepConfig(
                 epochs=epochs, learning_rate=learning_rate, rho=rho, sequences_per_step=sequences_per_step,

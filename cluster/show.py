@@ -57,10 +57,10 @@ class Stage:
             self.at(progress.rows_done, progress.rows_total, text)
 
     def train(self, point: CurvePoint) -> None:
-        accuracy = " ".join(f"{a:.2f}" for a in point.accuracy_by_step)
+        accuracy = " ".join(f"{a:.2f}" for a in point.accuracy_by_position)
         if point.expected_tau is not None:
             self.say(
-                f"step {point.step}: loss {point.loss:.3f}, accuracy by step {accuracy}, "
+                f"step {point.step}: loss {point.loss:.3f}, accuracy by position {accuracy}, "
                 f"expected tau {point.expected_tau:.2f}"
             )
         self.at(point.step, point.total_steps, f"loss {point.loss:.2f}, accuracy {accuracy}")
@@ -109,7 +109,7 @@ def train_table(report: TrainReport) -> Table:
     table.add_row("trained on", f"{report.training_sequences:,} sequences, {report.response_tokens:,} response tokens")
     table.add_row("steps", f"{report.steps} in {report.seconds:.0f} s, start included")
     table.add_row("loss", f"{report.loss:.3f}")
-    table.add_row("accuracy by step", _by_position(report.accuracy_by_step))
+    table.add_row("accuracy by position", _by_position(report.accuracy_by_position))
     expected = "-" if report.expected_tau is None else f"{report.expected_tau:.2f}"
     table.add_row("expected tau", f"{expected} on {report.held_out_sequences} held-out sequences")
     table.add_row("draft vocabulary", f"{report.draft_vocab_size:,} tokens, {report.draft_vocab_coverage:.1%} covered")

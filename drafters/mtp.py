@@ -30,7 +30,7 @@ class MtpConfig:
     hidden_size: int  # of the target (D)
     vocab_size: int  # of the target (V)
     target_layer_ids: tuple[int, ...]  # tapped layers; independent heads read the last of them only
-    num_steps: int = 5  # K, the drafts it is trained for
+    num_draft_tokens: int = 5  # K, the drafts it is trained for
     draft_vocab_size: int  # tokens that can be drafted; vocab_size for all
     own_lm_head: bool = False  # independent heads: a projection of their own instead of the target's LM head
     expansion: int = 4  # independent heads: width of the MLP over hidden_size (e)
@@ -122,11 +122,11 @@ class IndependentHeads(MtpModule):
 
     def __init__(self, config: MtpConfig):
         super().__init__(config)
-        self.heads = nn.ModuleList(ResidualHead(config) for _ in range(config.num_steps))
+        self.heads = nn.ModuleList(ResidualHead(config) for _ in range(config.num_draft_tokens))
         self.register_buffer("final_norm_D", torch.ones(config.hidden_size), persistent=False)
         self.lm_heads = None
         if config.own_lm_head:
-            shape = (config.num_steps, config.draft_vocab_size, config.hidden_size)
+            shape = (config.num_draft_tokens, config.draft_vocab_size, config.hidden_size)
             self.lm_heads = nn.Parameter(torch.empty(shape))
 
     def bind(self, shared: SharedWeights) -> None:
@@ -246,7 +246,7 @@ class RecursiveHead(MtpModule):
         own_keys: list[Tensor] = []  # of steps 2.., [B, A, kv_heads, head_dim]
         own_values: list[Tensor] = []
         outputs = []
-        for k in range(self.config.num_steps):
+        for k in range(self.config.num_draft_tokens):
             positions_BA = anchors + k
             normed = self.attention_norm(x_BAD)
             if k > 0:
@@ -257,7 +257,7 @@ class RecursiveHead(MtpModule):
             attended = _attend_steps(query, context_k, context_v, blocked_BAT, own_keys, own_values)
             hidden_BAD = self.leave(x_BAD, attended)
             outputs.append(hidden_BAD)
-            if k + 1 < self.config.num_steps:
+            if k + 1 < self.config.num_draft_tokens:
                 following = batch.ids_BT[rows_B1, (anchors + k + 2).clamp(max=batch.ids_BT.shape[1] - 1)]
                 x_BAD = self.enter(following, hidden_BAD)
         return self.logits(torch.stack(outputs, dim=2))

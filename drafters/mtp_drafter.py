@@ -19,7 +19,7 @@ class IndependentDrafter:
         self.module = module.eval()
         self.name = name
         self.target_layer_ids = module.config.target_layer_ids
-        self.max_draft_tokens = module.config.num_steps
+        self.max_draft_tokens = module.config.num_draft_tokens
 
     def allocate(self, num_slots: int, max_len: int) -> None:
         """Nothing to make room for."""

@@ -20,9 +20,9 @@ class TrainingBatch:
     anchors_BA: Tensor  # int64, pair index p of every anchor; unused places repeat a used one
     anchor_mask_BA: Tensor  # bool, which places are used
 
-    def labels(self, num_steps: int) -> Tensor:
+    def labels(self, num_draft_tokens: int) -> Tensor:
         """[B, A, K] the token that step k (1-based) predicts, at p + 1 + k; IGNORED past the end of the sequence."""
-        ahead_K = torch.arange(2, num_steps + 2, device=self.ids_BT.device)
+        ahead_K = torch.arange(2, num_draft_tokens + 2, device=self.ids_BT.device)
         position_BAK = self.anchors_BA[:, :, None] + ahead_K
         known = (position_BAK < self.lengths_B[:, None, None]) & self.anchor_mask_BA[:, :, None]
         batch_B11 = torch.arange(len(self.ids_BT), device=self.ids_BT.device)[:, None, None]

@@ -52,7 +52,7 @@ class TrainReport:
     steps: int
     seconds: float  # Ray's start included
     loss: float
-    accuracy_by_step: list[float]
+    accuracy_by_position: list[float]
     expected_tau: float | None  # on the held-out sequences
     acceptance_by_position: list[float]
     draft_vocab_size: int

@@ -21,7 +21,7 @@ class TrainConfig:
     rollouts: str  # --output of generate
     output: str  # folder of the drafter checkpoint
     kind: Kind = "recursive"  # or independent
-    num_steps: int = 5  # drafts that the drafter is trained for (K)
+    num_draft_tokens: int = 5  # drafts that the drafter is trained for (K)
     draft_vocab_size: int = 8192  # most frequent tokens of the rollouts that can be drafted; 0: all
     own_lm_head: bool = False  # independent heads: a projection of their own instead of the target's LM head
     held_out: float = 0.05  # share of the rollouts that expected tau is measured on
@@ -36,7 +36,7 @@ class TrainConfig:
         steps, divisor = self.steps, max(1, self.num_workers)
         for name, value, good, mend in (
             ("kind", self.kind, self.kind in get_args(Kind), " or ".join(get_args(Kind))),
-            ("num_steps", self.num_steps, self.num_steps >= 1, "at least 1"),
+            ("num_draft_tokens", self.num_draft_tokens, self.num_draft_tokens >= 1, "at least 1"),
             ("draft_vocab_size", self.draft_vocab_size, self.draft_vocab_size >= 0, "0 for all tokens, or more"),
             ("own_lm_head", True, not self.own_lm_head or self.kind == "independent", "it to independent heads only"),
             ("held_out", self.held_out, 0 < self.held_out < 1, "a share between 0 and 1"),

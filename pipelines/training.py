@@ -54,7 +54,7 @@ class CurvePoint:
     total_steps: int
     seconds: float
     loss: float  # mean since the last point
-    accuracy_by_step: list[float]  # K, share of the batch's labels that are the step's argmax
+    accuracy_by_position: list[float]  # K, share of the batch's labels that are the step's argmax
     expected_tau: float | None = None  # on the held-out sequences, where measured
     acceptance_by_position: list[float] | None = None
     tokens: int = 0  # response tokens seen so far, repeats counted
@@ -142,8 +142,8 @@ class Trainer:
         self.sequences, self.held_out, self.config = sequences, held_out, config
         self.rank, self.world = rank, world
         self.total_steps = total_steps(config, len(sequences))
-        self.num_steps = module.config.num_steps
-        self.weights_K = geometric_weights(self.num_steps, config.rho).to(module.lm_head_WD.device)
+        self.num_draft_tokens = module.config.num_draft_tokens
+        self.weights_K = geometric_weights(self.num_draft_tokens, config.rho).to(module.lm_head_WD.device)
         parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
@@ -174,14 +174,14 @@ class Trainer:
             self.done = step
             measured = None
             if step % every == 0 or step == self.total_steps:
-                measured = expected_acceptance(self.module, self.held_out, self.num_steps)
+                measured = expected_acceptance(self.module, self.held_out, self.num_draft_tokens)
             correct, known = torch.as_tensor(window.correct_K), torch.as_tensor(window.known_K)
             yield CurvePoint(
                 step=step,
                 total_steps=self.total_steps,
                 seconds=time.perf_counter() - started,
                 loss=sum(window.losses) / len(window.losses),
-                accuracy_by_step=(correct / known.clamp(min=1)).tolist(),
+                accuracy_by_position=(correct / known.clamp(min=1)).tolist(),
                 expected_tau=measured.tau if measured else None,
                 acceptance_by_position=measured.by_position if measured else None,
                 tokens=tokens,
@@ -210,7 +210,7 @@ class Trainer:
             torch.Generator().manual_seed(anchor_seed),
         )
         batch = make_batch(chosen, anchors, mask).to(device)
-        labels = batch.labels(self.num_steps)
+        labels = batch.labels(self.num_draft_tokens)
         logits = self.forward(batch)
         result = draft_loss(
             logits.flatten(0, 1), labels.flatten(0, 1), self.module.draft_labels(labels).flatten(0, 1), self.weights_K

@@ -26,7 +26,7 @@ def toy_mtp_config(kind: str = "recursive", **changes: Any) -> MtpConfig:
         "hidden_size": 32,
         "vocab_size": 256,
         "target_layer_ids": TAPS,
-        "num_steps": 3,
+        "num_draft_tokens": 3,
         "draft_vocab_size": 256,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

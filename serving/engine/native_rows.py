@@ -127,7 +127,7 @@ class NativeRows:
         )
         if error:
             raise ValueError(self._explain(error, bad.value, ids, slots, positions, wanted))
-        return RowsOutput(logits_NV=logits_NV, features_RF=features_RF if taps else None)
+        return RowsOutput(logits_NV=logits_NV, features_RF=features_RF if taps and rows.with_features else None)
 
     def _explain(self, error: int, i: int, ids: Tensor, slots: Tensor, positions: Tensor, wanted: Tensor) -> str:
         if error == 1:

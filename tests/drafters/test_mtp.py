@@ -193,8 +193,8 @@ def test_a_drafter_of_counted_sequences_drafts_almost_everything(kind, successor
 def test_labels_that_are_off_by_one_are_found_by_that(kind, shift, successor, monkeypatch: pytest.MonkeyPatch):
     right = TrainingBatch.labels
 
-    def shifted(self: TrainingBatch, num_steps: int) -> torch.Tensor:
-        return right(replace(self, ids_BT=self.ids_BT.roll(shift, dims=1)), num_steps)
+    def shifted(self: TrainingBatch, num_draft_tokens: int) -> torch.Tensor:
+        return right(replace(self, ids_BT=self.ids_BT.roll(shift, dims=1)), num_draft_tokens)
 
     monkeypatch.setattr(TrainingBatch, "labels", shifted)
     assert counted_tau(counting_drafter(successor, kind)) < 1.2

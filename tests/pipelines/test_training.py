@@ -126,10 +126,10 @@ def test_loss_falls_and_acceptance_rises(kind, model, sequences):
     config = replace(CONFIG, epochs=60, anchors_per_sequence=12, learning_rate=1e-2)
     curve = curve_of(Trainer(module, sequences, sequences, config))
     assert curve[-1].loss < curve[0].loss / 3
-    assert curve[-1].accuracy_by_step[0] > curve[0].accuracy_by_step[0] + 0.3
+    assert curve[-1].accuracy_by_position[0] > curve[0].accuracy_by_position[0] + 0.3
     assert curve[-1].expected_tau > before + 0.5
     assert [p.expected_tau is not None for p in curve].count(True) == config.evaluations
-    assert len(curve[-1].acceptance_by_position) == len(curve[-1].accuracy_by_step) == 3
+    assert len(curve[-1].acceptance_by_position) == len(curve[-1].accuracy_by_position) == 3
     assert module.training is True
 
 

@@ -65,7 +65,7 @@ def config(work: Path, toy_target_dir: Path, ray_cluster: None) -> TrainConfig:
         target=str(toy_target_dir),
         rollouts=make_rollouts(work, toy_target_dir),
         output="",
-        num_steps=3,
+        num_draft_tokens=3,
         draft_vocab_size=150,
         held_out=0.2,
         steps=StepConfig(epochs=4.8, sequences_per_step=8, anchors_per_sequence=8, learning_rate=1e-2, evaluations=3),
@@ -280,7 +280,7 @@ def test_output_with_other_files_is_refused(config: TrainConfig, toy_target_dir:
     "change",
     [
         {"kind": "tree"},
-        {"num_steps": 0},
+        {"num_draft_tokens": 0},
         {"draft_vocab_size": -1},
         {"own_lm_head": True},
         {"held_out": 1.0},
