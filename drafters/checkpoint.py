@@ -90,6 +90,14 @@ def _is_value(annotation: Any, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, int) and item >= 0 for item in value)
 
 
+def is_drafter(path: Path) -> bool:
+    """Whether the folder is a drafter of ours, of this version or another."""
+    try:
+        return _read_json(path, CONFIG).get("architectures") == [ARCHITECTURE]
+    except CheckpointError:
+        return False
+
+
 def read_provenance(path: Path) -> dict[str, Any]:
     """Where the checkpoint comes from."""
     return _read_json(path, PROVENANCE)

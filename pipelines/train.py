@@ -24,7 +24,7 @@ import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
-from drafters.checkpoint import CheckpointError, read_config
+from drafters.checkpoint import is_drafter
 from drafters.target import Target, load_target, target_fingerprint
 from pipelines.evaluate import versions
 from pipelines.ray_session import lacking_resource, start_ray
@@ -131,11 +131,8 @@ def check_output(output: Path) -> None:
     except OSError as error:
         raise TrainError(f"output {output} cannot be used ({error.strerror}); give a new or empty folder") from None
     foreign = sorted(names - DRAFTER_FILES)
-    if names and not foreign:
-        try:
-            read_config(output)
-        except CheckpointError:
-            foreign = ["config.json"]
+    if names and not foreign and not is_drafter(output):
+        foreign = ["config.json"]
     if foreign:
         raise TrainError(f"output {output} holds other files ({foreign[0]}); give a new or empty folder")
     if not os.access(output.parent, os.W_OK):

@@ -189,3 +189,17 @@ def test_what_is_no_drafter_folder_is_refused(toy_target_dir: Path, saved: Path,
         load_module(toy_target_dir, toy_target_dir)
     moved = shutil.copytree(saved, tmp_path / "moved")
     load_module(Path(moved), toy_target_dir)
+
+
+def test_a_drafter_of_another_version_is_still_known_as_one(tmp_path):
+    """So that training may replace it, where a target's folder must be left alone."""
+    for name, content, expected in (
+        ("older", '{"architectures": ["DraftloopMtpModel"], "num_steps": 5}', True),
+        ("target", '{"architectures": ["LlamaForCausalLM"]}', False),
+        ("damaged", '{"architectures": ["Draft', False),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+        assert checkpoint.is_drafter(tmp_path / name) is expected
+    assert not checkpoint.is_drafter(tmp_path)
+    assert not checkpoint.is_drafter(tmp_path / "nothing")
