@@ -215,8 +215,10 @@ class Engine:
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Complete all prompts (token ids) and return the completions in the order of the prompts."""
-        shared = sampling is None or isinstance(sampling, Sampling)
-        params: Seq[Sampling] = [sampling or Sampling()] * len(prompts) if shared else sampling  # type: ignore[assignment, list-item]
+        if sampling is None or isinstance(sampling, Sampling):
+            params: Seq[Sampling] = [sampling or Sampling()] * len(prompts)
+        else:
+            params = sampling
         names = [f"generate-{next(self._names)}" for _ in prompts]
         done = {}
         for completion in self.run(zip(names, prompts, params, strict=True), keep_features=keep_features):
