@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from drafters.drafter import Drafter
 from drafters.mtp import IndependentHeads, Kind, MtpConfig, RecursiveHead, make_mtp
 from drafters.mtp_drafter import IndependentDrafter, RecursiveDrafter
-from drafters.packed_linear import PackLinear
 from drafters.target import shared_weights, target_fingerprint
 
 ARCHITECTURE = "DraftloopMtpModel"
@@ -144,25 +143,6 @@ def load_module(
         raise CheckpointError(f"{path}/{WEIGHTS} cannot be loaded ({reason}); train the drafter anew") from None
     module.bind(shared_weights(target_path, dtype))
     return module.to(device=device, dtype=dtype).eval().requires_grad_(False)
-
-
-def load_drafter(
-    path: Path,
-    target_path: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    pack: PackLinear | None = None,
-) -> Drafter:
-    """A drafter ready for an engine's rounds. Raises CheckpointError.
-
-    With `pack` its matrix products run on that kernel, in the dtype that the kernel was made for, and the rest of it
-    in float32.
-    """
-    module = load_module(path, target_path, dtype=torch.float32 if pack else dtype, device=device)
-    if pack:
-        module.pack(pack)
-    return as_drafter(module)
 
 
 def as_drafter(module: RecursiveHead | IndependentHeads) -> Drafter:

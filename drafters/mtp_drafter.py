@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drafters.drafter import DraftReply, DraftRequest, empty_reply
 from drafters.mtp import IndependentHeads, RecursiveHead
+from drafters.pair_ledger import PairLedger
 
 WIDE = 32  # sequences with more new pairs than this (a fresh prompt) are taken note of one by one, unpadded
 
@@ -46,8 +47,7 @@ class RecursiveDrafter:
         self.target_layer_ids = module.config.target_layer_ids
         self.max_draft_tokens = max_draft_tokens
         self._keys = self._values = torch.empty(0)
-        self._epochs: list[int] = []
-        self._lengths: list[int] = []
+        self._ledger = PairLedger(0)
 
     def allocate(self, num_slots: int, max_len: int) -> None:
         """Room for every slot's pairs, and for drafts and padding that reach past a full slot."""
@@ -55,12 +55,12 @@ class RecursiveDrafter:
         shape = (num_slots, max_len + max(self.max_draft_tokens, WIDE), config.num_key_value_heads, config.head_dim)
         self._keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._values = torch.zeros_like(self._keys)
-        self._epochs, self._lengths = [-1] * num_slots, [0] * num_slots
+        self._ledger = PairLedger(num_slots)
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftReply:
         """See `Drafter`. Raises ValueError if pairs are missing."""
-        self._check(request)
+        self._ledger.note(request)
         hidden_BD = self._observe(request)
         tokens, num = [], request.num_draft_tokens
         if num == 0:
@@ -77,17 +77,6 @@ class RecursiveDrafter:
                 x = self.module.enter(token_B[:, None], hidden_BD[:, None])
                 hidden_BD = self._layer(x, slots, (positions + k)[:, None], longest + k)[:, 0]
         return DraftReply(tokens_BK=torch.stack(tokens, dim=1).cpu())
-
-    def _check(self, request: DraftRequest) -> None:
-        for slot, epoch, start, count in zip(
-            request.slots, request.epochs, request.starts, request.counts, strict=True
-        ):
-            known = self._lengths[slot] if self._epochs[slot] == epoch else 0
-            if start != known:
-                raise ValueError(
-                    f"slot {slot} of epoch {epoch} knows {known} pairs, and the next ones start at {start}"
-                )
-            self._epochs[slot], self._lengths[slot] = epoch, start + count
 
     def _observe(self, request: DraftRequest) -> Tensor:
         """Step 1 over the new pairs; returns the output [B, D] at each sequence's newest pair."""

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve.config import HTTPOptions
 
-from drafters.checkpoint import CheckpointError, load_drafter
+from drafters.checkpoint import CheckpointError, load_module
 from drafters.target import TargetError, load_target
 from drafters.target_source import SMOLLM2_NAMES
 from serving.replica import Replica
@@ -137,7 +137,7 @@ def _check(config: ServeConfig) -> None:
     try:
         target = load_target(config.target)
         if config.drafter is not None:
-            load_drafter(Path(config.drafter), target.path)
+            load_module(Path(config.drafter), target.path)
     except (TargetError, CheckpointError) as error:
         raise ServeError(str(error)) from error
     try:

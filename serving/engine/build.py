@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from drafters.checkpoint import load_drafter, read_config
+from drafters.checkpoint import as_drafter, load_module, read_config
 from drafters.drafter import Drafter
-from drafters.packed_linear import PackLinear
+from drafters.mtp import RecursiveHead
 from drafters.target import load_model, load_target
 from serving.engine import native_build
 from serving.engine.engine import Engine, EngineConfig
+from serving.engine.native_recursive_drafter import NativeRecursiveDrafter
 from serving.engine.native_rows import NativeLinear, NativeRows
 from serving.engine.rows import RowsBackend
 from serving.engine.torch_rows import TorchRows
@@ -83,11 +84,14 @@ def build_engine(
 
 def load_drafter_for(rows: RowsBackend, drafter_path: Path, target_path: Path) -> Drafter:
     """A drafter on the backend's device, in its dtype or, where that is native, on its kernels. CheckpointError."""
-    pack: PackLinear | None = None
-    if isinstance(rows, NativeRows):
-        # bfloat16 beside a float32 target too: half the bytes, and what is only proposed need not be exact
-        pack = functools.partial(NativeLinear, dtype=torch.bfloat16, num_threads=rows.num_threads)
-    return load_drafter(drafter_path, target_path, dtype=rows.dtype, device=rows.device, pack=pack)
+    if not isinstance(rows, NativeRows):
+        return as_drafter(load_module(drafter_path, target_path, dtype=rows.dtype, device=rows.device))
+    module = load_module(drafter_path, target_path)
+    # bfloat16 beside a float32 target too: half the bytes, and what is only proposed need not be exact
+    if isinstance(module, RecursiveHead):
+        return NativeRecursiveDrafter(module, num_threads=rows.num_threads)
+    module.pack(functools.partial(NativeLinear, dtype=torch.bfloat16, num_threads=rows.num_threads))
+    return as_drafter(module)
 
 
 def build_rows(

@@ -17,7 +17,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_SOURCES = ("native_forward.cpp", "native_attention.h", "native_kernels.h", "native_threads.h")
+_SOURCES = (  # the first is compiled, the others are its headers
+    "native_forward.cpp",
+    "native_layer.h",
+    "native_recursive_head.h",
+    "native_linear.h",
+    "native_attention.h",
+    "native_kernels.h",
+    "native_threads.h",
+)
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-shared", "-pthread")
 _X86 = ("x86_64", "amd64")
 _AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import math
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from serving.engine.native_memory import Arena
 
 TILE = 32  # outputs of a weight tile
 
@@ -61,6 +60,23 @@ class PassStruct(Structure):
     )
 
 
+class RecursiveHeadStruct(Structure):
+    _fields_ = (
+        ("model", ModelStruct),
+        *((name, LinearStruct) for name in ("fuse", "enter")),
+        *((name, c_void_p) for name in ("tap_norm", "embedding_norm", "hidden_norm", "embedding", "token_of")),
+        *((name, c_int64) for name in ("taps", "num_tokens")),
+    )
+
+
+class DraftTaskStruct(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("ids", "slots", "positions", "features")),
+        *((name, c_int64) for name in ("pairs", "sequences", "steps")),
+        ("drafts", c_void_p),
+    )
+
+
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Tell ctypes the library's calls."""
     pointer = ctypes.POINTER
@@ -75,6 +91,11 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         pointer(LinearStruct), ctypes.c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, ctypes.c_int,
     ]  # fmt: skip
     library.draftloop_linear.restype = None
+    library.draftloop_draft_workspace_floats.argtypes = [pointer(RecursiveHeadStruct), ctypes.c_int]
+    library.draftloop_draft_workspace_floats.restype = c_int64
+    library.draftloop_draft.argtypes = [
+        pointer(RecursiveHeadStruct), pointer(DraftTaskStruct), c_void_p, ctypes.c_int, pointer(c_int64),
+    ]  # fmt: skip
     library.draftloop_isa.restype = ctypes.c_char_p
     return library
 
@@ -82,39 +103,6 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"the native backend runs float32 or bfloat16, not {str(dtype).removeprefix('torch.')}")
-
-
-class Arena:
-    """Zeroed memory in huge pages where the system has them: streaming weights through 4 KiB pages halves the speed.
-
-    Lives as long as the arena or one of its tensors.
-    """
-
-    _PAGE = 1 << 21
-    _BLOCK = 1 << 26  # bytes taken from the system at a time; pages that nobody touches cost nothing
-
-    def __init__(self) -> None:
-        self._free: Tensor = torch.empty(0, dtype=torch.uint8)
-        self.bytes = 0  # handed out
-
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size = math.prod(shape) * dtype.itemsize
-        padded = size + -size % 64  # cache lines
-        if padded > len(self._free):
-            self._free = self._block(max(padded, self._BLOCK))
-        taken, self._free = self._free[:padded], self._free[padded:]
-        self.bytes += size
-        return taken[:size].view(dtype).view(*shape)
-
-    def _block(self, size: int) -> Tensor:
-        length = size + -size % self._PAGE + self._PAGE
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        else:
-            memory = mmap.mmap(-1, length)
-        block = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
-        return block[-block.data_ptr() % self._PAGE :]
 
 
 class Packer:
@@ -179,7 +167,7 @@ def pack_layer(packer: Packer, state: StateDict, prefix: str) -> LayerStruct:
     return LayerStruct(
         qkv=linear(*(f"self_attn.{name}_proj" for name in "qkv")),
         o=linear("self_attn.o_proj"),
-        gate_up=linear("mlp.gate_proj", "mlp.up_proj", join=_interleave),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj", join=interleave),
         down=linear("mlp.down_proj", pad_in=-state.tensors[f"{prefix}.mlp.down_proj.weight"].shape[1] % (TILE // 2)),
         attention_norm=packer.vector(state.take(f"{prefix}.input_layernorm.weight")),
         mlp_norm=packer.vector(state.take(f"{prefix}.post_attention_layernorm.weight")),
@@ -188,7 +176,7 @@ def pack_layer(packer: Packer, state: StateDict, prefix: str) -> LayerStruct:
     )
 
 
-def _interleave(gate_up: list[Tensor]) -> Tensor:
+def interleave(gate_up: list[Tensor]) -> Tensor:
     """[M, ...] gates and ups as [M / 16 * 32, ...]: 16 gates, 16 ups, and so on; M padded with zeros to 16."""
     half = TILE // 2
     padded = [F.pad(t, (*(0, 0) * (t.ndim - 1), 0, -len(t) % half)) for t in gate_up]

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from serving.engine import native_build
+from serving.engine.native_memory import Arena, aligned, kv_buffers
 from serving.engine.native_pack import (
-    Arena,
     LayerStruct,
     LinearStruct,
     ModelStruct,
@@ -31,7 +31,6 @@ from serving.engine.rows import Rows, RowsOutput
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies never change
-_KEY_BLOCK = 16  # keys lie in blocks of 16
 _BYTES_PER_THREAD = 1 << 20  # weights below which another thread costs more than it brings
 
 
@@ -64,7 +63,8 @@ class NativeRows:
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.target_layer_ids = tuple(target_layer_ids)
         self._packer = Packer(dtype)
-        self._keys, self._values = _kv_buffers(Arena(), config, num_slots, max_len)
+        lanes = (config.num_hidden_layers, num_slots, config.num_key_value_heads)
+        self._keys, self._values = kv_buffers(Arena(), lanes, max_len=max_len, head_dim=_head_dim(config))
         self._layers, self._struct = self._pack(model)
         self.num_threads = num_threads or _threads_for(self._packer.arena.bytes)
         floats = self._library.draftloop_workspace_floats(ctypes.byref(self._struct), self.num_threads)
@@ -121,7 +121,7 @@ class NativeRows:
         error = self._library.draftloop_forward(
             ctypes.byref(self._struct),
             ctypes.byref(task),
-            _aligned(self._workspace),
+            aligned(self._workspace),
             self.num_threads,
             ctypes.byref(bad),
         )
@@ -206,7 +206,7 @@ class NativeLinear:
         y_RO = torch.empty(len(x_RI), self.out_features)
         self._library.draftloop_linear(
             ctypes.byref(self._struct), self.dtype == torch.bfloat16, x_RI.data_ptr(), self.in_features, len(x_RI),
-            y_RO.data_ptr(), _aligned(self._workspace), self.num_threads,
+            y_RO.data_ptr(), aligned(self._workspace), self.num_threads,
         )  # fmt: skip
         return y_RO
 
@@ -251,15 +251,6 @@ def _rope_tables(model: PreTrainedModel, max_len: int) -> tuple[Tensor, Tensor]:
     return freqs.cos() * rotary.attention_scaling, freqs.sin() * rotary.attention_scaling
 
 
-def _kv_buffers(arena: Arena, config: Any, num_slots: int, max_len: int) -> tuple[Tensor, Tensor]:
-    """Keys [L, slots, kv_heads, blocks, head_dim, 16] and values [L, slots, kv_heads, positions, head_dim up to 16]."""
-    blocks = -(-max_len // _KEY_BLOCK)
-    head_dim = _head_dim(config)
-    lanes = (config.num_hidden_layers, num_slots, config.num_key_value_heads)
-    keys = arena.zeros((*lanes, blocks, head_dim, _KEY_BLOCK), torch.float32)
-    return keys, arena.zeros((*lanes, blocks * _KEY_BLOCK, head_dim + -head_dim % _KEY_BLOCK), torch.float32)
-
-
 def _threads_for(weight_bytes: int) -> int:
     return max(1, min(torch.get_num_threads(), weight_bytes // _BYTES_PER_THREAD))
 
@@ -273,8 +264,3 @@ def _reuse(buffer: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
     if buffer.numel() < rows * width:
         buffer = torch.empty(rows * width)
     return buffer, buffer[: rows * width].view(rows, width)
-
-
-def _aligned(workspace: Tensor) -> int:
-    """Address of the first cache line of a workspace that has 16 floats to spare."""
-    return -(-workspace.data_ptr() // 64) * 64

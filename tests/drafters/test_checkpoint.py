@@ -12,7 +12,7 @@ import torch
 from drafters import checkpoint
 from drafters.checkpoint import (
     CheckpointError,
-    load_drafter,
+    as_drafter,
     load_module,
     read_config,
     read_provenance,
@@ -70,7 +70,7 @@ def test_saved_and_loaded_gives_the_same_logits(name, toy_target_dir: Path, prov
     assert torch.equal(logits(loaded), logits(module))
     assert loaded.training is False
     assert not any(p.requires_grad for p in loaded.parameters())
-    assert load_drafter(tmp_path / "a" / "drafter", toy_target_dir).target_layer_ids == TAPS
+    assert as_drafter(load_module(tmp_path / "a" / "drafter", toy_target_dir)).target_layer_ids == TAPS
 
 
 def test_the_folder_holds_three_files_and_no_pickle(saved: Path, provenance: dict):
