@@ -1,8 +1,8 @@
-"""How many tokens to draft: the number, 0 included, that promises the most tokens per second for this batch now.
+"""How many tokens to draft, sequence by sequence: what promises the most tokens per second for this batch now.
 
 In: seconds of passes by rows and of drafts by (batch, number), and what was accepted, all as they are observed in
-service. Out: `num_draft_tokens` of the next round. S = T_base * tau / (T_draft + T_verify), with tau expected from the
-acceptance of every draft position.
+service. Out: the next round's `num_draft_tokens` of every sequence, 0 included. A row pays while the chance that its
+draft is reached and accepted outweighs its part of the pass: S = T_base * tau / (T_draft + T_verify), row by row.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_DECAY = 0.1  # weight of a new timing against the running one
-_OUTLIER = 3.0  # a timing counts at most so many times the running one: other processes make outliers
+import numpy as np
+
+_FASTER, _SLOWER = 0.3, 0.06  # weight of a timing below or above the running one: other processes only ever add time
+_OUTLIER = 3.0  # a timing counts at most so many times the running one
 _MEMORY = 64.0  # rounds after which an observation of acceptance has faded to a third
 _PRIOR_WEIGHT = 8.0  # rounds that a sequence's own acceptance must outweigh
 _PRIOR_ACCEPTANCE = 0.6  # of a position nothing is known about
-_FIRST_PROBES = 3  # rounds spent on each of: all, no, half the drafts and one, when a batch size is new
-_PROBE_EVERY = 64  # rounds between trials of another number; doubled while drafting is off and stays worse
-_PROBE_MOST = 1024
+_FIRST_PROBES = (1, 1, 1, 0, 0, 0)  # drafts of the first rounds of all; more are tried as soon as they look faster
+_NEXT_PROBES = (1, 1)  # of another batch size's first rounds: its draft time is its own, passes are known by their rows
+_PROBE_SOON, _PROBE_EVERY, _PROBE_OFF = 8, 64, 1024  # rounds between trials: at first, later, while drafting is off
 _PROBE_ROUNDS = 2  # rounds of a probe: in the first, a drafter that was off catches up, which is not timed
+_PROMISING = 0.8  # of the best choice's speed: what a number must be thought to reach to be tried
 
 
 @dataclass
@@ -30,20 +33,29 @@ class PositionAcceptance:
     tried: list[float] = field(default_factory=list)
 
     def record(self, asked: int, accepted: int) -> None:
-        """One round that asked for `asked` drafts and kept the first `accepted`. Not offered is not accepted."""
+        """One round that asked for `asked` drafts and kept the first `accepted`. Not offered is not accepted.
+
+        What was known of positions that were not asked for fades, so that they are judged like everybody's again.
+        """
         missing = asked - len(self.tried)
         self.accepted += [0.0] * missing
         self.tried += [0.0] * missing
         fade = 1 - 1 / _MEMORY
-        for j in range(min(accepted + 1, asked)):
-            self.tried[j] = self.tried[j] * fade + 1
-            self.accepted[j] = self.accepted[j] * fade + (1 if j < accepted else 0)
+        reached = min(accepted + 1, asked)
+        for j in (*range(reached), *range(asked, len(self.tried))):
+            self.tried[j] *= fade
+            self.accepted[j] *= fade
+        for j in range(reached):
+            self.tried[j] += 1
+            self.accepted[j] += 1 if j < accepted else 0
 
-    def rate(self, position: int, prior: float) -> float:
-        """Estimated acceptance at a position, drawn towards `prior` while little is known."""
-        if position >= len(self.tried):
-            return prior
-        return (self.accepted[position] + _PRIOR_WEIGHT * prior) / (self.tried[position] + _PRIOR_WEIGHT)
+    def rates(self, prior: Sequence[float]) -> list[float]:
+        """Estimated acceptance at each position of `prior`, drawn towards it while little is known."""
+        known = len(self.tried)
+        return [
+            (self.accepted[j] + _PRIOR_WEIGHT * p) / (self.tried[j] + _PRIOR_WEIGHT) if j < known else p
+            for j, p in enumerate(prior)
+        ]
 
 
 class _Curve:
@@ -53,54 +65,65 @@ class _Curve:
         self.points: dict[int, float] = {}
 
     def record(self, x: int, seconds: float) -> None:
-        known = self.points.get(x)
-        self.points[x] = seconds if known is None else known + _DECAY * (min(seconds, _OUTLIER * known) - known)
+        known = self.points.setdefault(x, seconds)
+        weight = _FASTER if seconds < known else _SLOWER
+        self.points[x] = known + weight * (min(seconds, _OUTLIER * known) - known)
 
-    def at(self, x: int) -> float | None:
-        """Seconds at x; None before the first observation."""
-        if x in self.points or not self.points:
-            return self.points.get(x)
-        below = max((p for p in self.points if p < x), default=None)
-        above = min((p for p in self.points if p > x), default=None)
-        if below is None or above is None:
-            edge = min(self.points) if below is None else max(self.points)
-            others = sorted(self.points, key=lambda p: abs(p - edge))[1:2]
-            slope = abs(self.points[others[0]] - self.points[edge]) / abs(others[0] - edge) if others else 0.0
-            return max(0.0, self.points[edge] + slope * (x - edge))
-        share = (x - below) / (above - below)
-        return self.points[below] + share * (self.points[above] - self.points[below])
+    def at(self, x: np.ndarray) -> np.ndarray | None:
+        """Seconds at each x; None before the first observation."""
+        if not self.points:
+            return None
+        known = np.array(sorted(self.points.items()))
+        seconds = np.interp(x, known[:, 0], known[:, 1])
+        if len(known) > 1:
+            below, above = known[0, 0] - x, x - known[-1, 0]
+            seconds += np.maximum(below, 0) * _slope(known[0], known[1])
+            seconds += np.maximum(above, 0) * _slope(known[-2], known[-1])
+        return np.maximum(seconds, 0.0)
+
+
+def _slope(first: np.ndarray, second: np.ndarray) -> float:
+    """Seconds per step between two points, without a sign: noise must not make more work look cheaper."""
+    return float(abs(second[1] - first[1]) / (second[0] - first[0]))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a round may do, and the tokens per second that are expected of it."""
+
+    tokens_per_s: float
+    lengths: list[int]
 
 
 class DraftLengthChooser:
-    """Observes rounds and picks the next one's `num_draft_tokens`. Numbers are kept by batch size."""
+    """Observes rounds and picks the next one's `num_draft_tokens` of every sequence."""
 
     def __init__(self, max_draft_tokens: int):
         self.max_draft_tokens = max_draft_tokens
         self.acceptance = PositionAcceptance()  # over all sequences: the prior of each
-        self.chosen: Counter[int] = Counter()  # rounds by the number that was chosen, for the stats
         self._steps = _Curve()  # by rows of the pass
         self._drafts: dict[int, _Curve] = {}  # by batch, then by number
         self._rounds: Counter[int] = Counter()  # by batch
         self._next_probe: dict[int, int] = {}
         self._probe_gap: dict[int, int] = {}
         self._probes: Counter[int] = Counter()  # by batch
-        self._off: dict[int, bool] = {}  # by batch, whether the last choice was not to draft
+        self._probing: dict[int, int] = {}  # by batch, the number on trial
+        self._firsts: dict[int, tuple[int, ...]] = {}  # by batch, the numbers of its first rounds
 
-    def choose(self, sequences: Sequence[PositionAcceptance], plain_rows: int = 0) -> int:
-        """The number for a round of these sequences, each given by its own acceptance.
+    def choose(self, sequences: Sequence[PositionAcceptance], plain_rows: int = 0) -> list[int]:
+        """The numbers for a round of these sequences, each given by its own acceptance.
 
         `plain_rows` are rows of the same pass that belong to sequences without drafts.
         """
         batch = len(sequences)
-        number = self._probe(batch)
-        if number is None:
-            number = self._best(sequences, plain_rows)
-            self._off[batch] = number == 0
-            if number > 0:
-                self._probe_gap[batch] = _PROBE_EVERY
+        best = self._best(sequences, plain_rows)
+        number = self._probe(batch, sequences, plain_rows, best)
         self._rounds[batch] += 1
-        self.chosen[number] += 1
-        return number
+        if number is not None:
+            return [number] * batch
+        if any(best.lengths):
+            self._probe_gap[batch] = min(self._probe_gap.get(batch, _PROBE_SOON), _PROBE_EVERY)
+        return best.lengths
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """Seconds of a pass of `rows` rows, none of them of a prompt."""
@@ -116,46 +139,73 @@ class DraftLengthChooser:
         self.acceptance.record(asked, accepted)
 
     def tokens_per_s(self, sequences: Sequence[PositionAcceptance], number: int, plain_rows: int = 0) -> float | None:
-        """Expected speed of a round with `number` drafts per sequence; None while a time is unknown."""
+        """Expected speed of a round with `number` drafts for everybody; None while a time is unknown."""
         batch = len(sequences)
-        step = self._steps.at(batch * (number + 1) + plain_rows)
-        draft = self._draft_seconds(batch, number)
-        if step is None or draft is None or step + draft <= 0:
+        rows = plain_rows + batch * (number + 1)
+        step, draft = self._steps.at(np.array([rows])), self._draft_seconds(batch)
+        if step is None or (draft is None and number):
             return None
-        return (plain_rows + sum(self._expected_tokens(s, number) for s in sequences)) / (step + draft)
+        seconds = step[0] + (draft[number] if draft is not None else 0.0)
+        return float((plain_rows + batch + self._reach(sequences)[:, :number].sum()) / max(seconds, 1e-9))
 
-    def _expected_tokens(self, sequence: PositionAcceptance, number: int) -> float:
-        tokens, reach = 1.0, 1.0
-        for j in range(number):
-            reach *= sequence.rate(j, self.acceptance.rate(j, _PRIOR_ACCEPTANCE))
-            tokens += reach
-        return tokens
+    def _reach(self, sequences: Sequence[PositionAcceptance]) -> np.ndarray:
+        """[B, most]: the chance that a sequence's draft j and all before it are accepted."""
+        prior = self.acceptance.rates([_PRIOR_ACCEPTANCE] * self.max_draft_tokens)
+        return np.array([s.rates(prior) for s in sequences]).reshape(len(sequences), -1).cumprod(axis=1)
 
-    def _draft_seconds(self, batch: int, number: int) -> float | None:
-        if number == 0:
-            return 0.0
+    def _best(self, sequences: Sequence[PositionAcceptance], plain_rows: int) -> _Choice:
+        """For every longest draft: rows in order of their chance, cut where the tokens per second are highest."""
+        batch, most = len(sequences), self.max_draft_tokens
+        step = self._steps.at(plain_rows + batch + np.arange(batch * most + 1))
+        draft = self._draft_seconds(batch)
+        if step is None:
+            return _Choice(0.0, [0] * batch)
+        found = _Choice((plain_rows + batch) / max(step[0], 1e-9), [0] * batch)
+        if draft is None:
+            return found
+        reach_BK = self._reach(sequences)
+        for longest in range(1, most + 1):
+            chances = reach_BK[:, :longest].T.ravel()  # position by position: of equal chances the earlier one first
+            order = np.argsort(-chances, kind="stable")
+            tokens = plain_rows + batch + chances[order].cumsum()
+            speeds = tokens / np.maximum(step[1 : len(tokens) + 1] + draft[longest], 1e-9)
+            rows = int(speeds.argmax())
+            if speeds[rows] > found.tokens_per_s:
+                lengths = np.bincount(order[: rows + 1] % batch, minlength=batch)
+                found = _Choice(float(speeds[rows]), lengths.tolist())
+        return found
+
+    def _draft_seconds(self, batch: int) -> np.ndarray | None:
+        """Seconds of a draft of 0, 1, .. tokens for so many sequences; None before the first."""
         if not self._drafts:
             return None
         nearest = min(self._drafts, key=lambda known: abs(known - batch))
-        return self._drafts[nearest].at(number)
+        seconds = self._drafts[nearest].at(np.arange(self.max_draft_tokens + 1))
+        assert seconds is not None
+        seconds[0] = 0.0
+        return seconds
 
-    def _best(self, sequences: Sequence[PositionAcceptance], plain_rows: int) -> int:
-        speeds = [(self.tokens_per_s(sequences, k, plain_rows) or 0.0, -k) for k in range(self.max_draft_tokens + 1)]
-        return -max(speeds)[1]
-
-    def _probe(self, batch: int) -> int | None:
-        """A number to try now, if one is due: first a few of each kind, later one now and then."""
-        most, done = self.max_draft_tokens, self._rounds[batch]
-        first = [number for number in (most, 0, (most + 1) // 2, 1) for _ in range(_FIRST_PROBES)]
-        if done < len(first):
-            return first[done]
-        due = self._next_probe.setdefault(batch, done + _PROBE_EVERY)
+    def _probe(self, batch: int, sequences: Sequence[PositionAcceptance], plain_rows: int, best: _Choice) -> int | None:
+        """A number to try now, if one is due: a few at first, later one now and then."""
+        done = self._rounds[batch]
+        firsts = self._firsts.setdefault(batch, _NEXT_PROBES if self._firsts else _FIRST_PROBES)
+        if done < len(firsts):
+            return firsts[done]
+        due = self._next_probe.setdefault(batch, done + _PROBE_SOON)
         if done < due:
             return None
+        if done == due:
+            self._probing[batch] = self._promising(sequences, plain_rows, best)
         if done >= due + _PROBE_ROUNDS - 1:  # the last round of this probe
-            gap = self._probe_gap.get(batch, _PROBE_EVERY)
+            gap = self._probe_gap.get(batch, _PROBE_SOON)
             self._next_probe[batch] = done + gap
-            self._probe_gap[batch] = min(2 * gap, _PROBE_MOST)
+            self._probe_gap[batch] = min(2 * gap, _PROBE_OFF)
             self._probes[batch] += 1
-        numbers = range(most, 0, -1) if self._off.get(batch) else range(most, -1, -1)  # off: that time is known already
-        return numbers[self._probes[batch] % len(numbers)]
+        return self._probing[batch]
+
+    def _promising(self, sequences: Sequence[PositionAcceptance], plain_rows: int, best: _Choice) -> int:
+        """The number whose turn it is among those thought nearly as fast as the best; while drafting, no draft too."""
+        speeds = {n: self.tokens_per_s(sequences, n, plain_rows) or 0.0 for n in range(self.max_draft_tokens + 1)}
+        promising = [n for n in speeds if n and speeds[n] >= _PROMISING * best.tokens_per_s] or [1]
+        candidates = [0, *promising] if any(best.lengths) else promising
+        return candidates[self._probes[len(sequences)] % len(candidates)]

@@ -40,7 +40,7 @@ class EngineConfig:
     """How the engine runs its rounds."""
 
     num_draft_tokens: int = 4  # drafts per round, cut to what the drafter can do; 0 switches drafting off
-    adapt_draft_length: bool = False  # choose each round's number by cost, with num_draft_tokens as the most
+    adapt_draft_length: bool = False  # choose each sequence's number by cost, with num_draft_tokens as the most
     max_prefill_rows: int = 512  # prompt rows per pass, so that a long prompt does not stall running streams
 
 
@@ -54,7 +54,7 @@ class EngineStats:
     acceptance: Acceptance = field(default_factory=Acceptance)
     fallbacks: dict[str, int] = field(default_factory=dict)  # rounds decoded plainly because of the drafter, by reason
     timings: Timings = field(default_factory=Timings)
-    draft_lengths: Counter[int] = field(default_factory=Counter)  # rounds by the number of drafts asked for
+    draft_lengths: Counter[int] = field(default_factory=Counter)  # drafts asked for, by sequence and round
 
 
 class Engine:
@@ -256,14 +256,16 @@ class Engine:
         if not places or self._drafter is None:
             return [0] * batch, Drafts.none(batch)
         sequences = [plan.decoding[i] for i in places]
-        number = self._choose_number(sequences, plain_rows=batch - len(places))
+        lengths = self._choose_lengths(sequences, plain_rows=batch - len(places))
+        number = max(lengths)
         if number < 1:
             return [0] * batch, Drafts.none(batch)
         catching_up = max(s.cached - s.observed for s in sequences)
         started = time.perf_counter()
         try:
             reply = self._drafter.draft(draft_request(sequences, number, self._columns))
-            drafts = usable_drafts(reply, [self.max_len - 1 - s.cached for s in sequences], self.backend.vocab_size)
+            room = [min(n, self.max_len - 1 - s.cached) for n, s in zip(lengths, sequences, strict=True)]
+            drafts = usable_drafts(reply, room, self.backend.vocab_size)
         except Exception as error:  # whatever the drafter does, the request goes on
             self._fall_back(sequences, error)
             return [0] * batch, Drafts.none(batch)
@@ -274,23 +276,27 @@ class Engine:
             self.stats.timings.draft[len(sequences), number].append(seconds)
             if self._chooser:
                 self._chooser.observe_draft(len(sequences), number, seconds)
-        asked = [number if s.draftable else 0 for s in plan.decoding]
+        asked = [0] * batch
+        for place, length in zip(places, lengths, strict=True):
+            asked[place] = length
         return asked, drafts.spread(places, batch)
 
-    def _choose_number(self, sequences: list[Sequence], plain_rows: int) -> int:
-        """Drafts to ask for in this round."""
+    def _choose_lengths(self, sequences: list[Sequence], plain_rows: int) -> list[int]:
+        """Drafts to ask for in this round, by sequence."""
         assert self._drafter is not None
         number = min(self.num_draft_tokens, self._drafter.max_draft_tokens)
+        lengths = [number] * len(sequences)
         if self._chooser and number:
-            number = self._chooser.choose([s.position_acceptance for s in sequences], plain_rows)
-        self.stats.draft_lengths[number] += 1
-        return number
+            lengths = self._chooser.choose([s.position_acceptance for s in sequences], plain_rows)
+            lengths = [min(length, number) for length in lengths]
+        self.stats.draft_lengths.update(lengths)
+        return lengths
 
     def _note_step(self, batch: int, drafts: Drafts, seconds: float) -> None:
-        longest = max(len(t) for t in drafts.tokens)
-        self.stats.timings.step[batch, longest].append(seconds)
+        drafted = sum(len(t) for t in drafts.tokens)
+        self.stats.timings.step[batch, drafted].append(seconds)
         if self._chooser:
-            self._chooser.observe_step(batch + sum(len(t) for t in drafts.tokens), seconds)
+            self._chooser.observe_step(batch + drafted, seconds)
 
     def _fall_back(self, sequences: list[Sequence], error: Exception) -> None:
         reason = type(error).__name__

@@ -15,9 +15,11 @@ def _window() -> deque[float]:
 
 @dataclass
 class Timings:
-    """Seconds of pure decode rounds (no prompt rows in the pass), keyed by (batch, num_draft_tokens)."""
+    """Seconds of pure decode rounds (no prompt rows in the pass), by batch and number of drafts."""
 
-    step: dict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(_window))  # forward + decide
+    # forward + decide, by (batch, drafts of all sequences together)
+    step: dict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(_window))
+    # by (batch, num_draft_tokens of the longest)
     draft: dict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(_window))
 
     def t_base(self, batch: int) -> float | None:
@@ -26,7 +28,7 @@ class Timings:
 
     def t_verify(self, batch: int, num_draft_tokens: int) -> float | None:
         """Median seconds of one verify pass."""
-        return _median(self.step.get((batch, num_draft_tokens)))
+        return _median(self.step.get((batch, batch * num_draft_tokens)))
 
     def t_draft(self, batch: int, num_draft_tokens: int) -> float | None:
         """Median seconds of one draft block."""

@@ -1,0 +1,137 @@
+"""The ways to decode that benchmarks/engine.py compares: transformers, llama.cpp, and our engine with its drafters.
+
+Each takes a batch of token-id prompts and gives their greedy continuations, prefill included, ended by an
+end-of-sequence token or the limit.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from gguf_file import write_gguf  # siblings: the folder of a script that is run is where Python looks first
+from llama_cpp import LlamaCpp
+
+from drafters.drafter import Drafter
+from drafters.prompt_lookup import PromptLookupDrafter
+from drafters.target import Target, load_model
+from serving.engine.build import DTYPES, TORCH_THREADS, build_engine, load_drafter_for
+from serving.engine.engine import Engine, EngineConfig
+from serving.engine.sampling import Sampling
+
+Decode = Callable[[list[list[int]]], list[list[int]]]
+MAX_LEN = 1024
+LOOKUP_TOKENS = 8  # drafts of a prompt lookup, ours and transformers'
+
+
+@dataclass
+class Contender:
+    """One way to decode a batch, and what it took."""
+
+    name: str
+    decode: Decode
+    slow: bool  # decodes only the first batches of a run
+    engine: Engine | None = None
+    close: Callable[[], None] = lambda: None
+    run_s: list[float] = field(default_factory=list)  # seconds of each run
+    tokens: int = 0  # of one run
+    outputs: list[list[int]] = field(default_factory=list)  # of the last run
+
+    def rates(self) -> list[float]:
+        """Tokens per second of each run."""
+        return [self.tokens / seconds for seconds in self.run_s]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all contenders of a table share."""
+
+    target: Target
+    drafter: Path
+    dtype: str
+    batch: int
+    tokens: int  # new ones per prompt, at most
+    num_draft_tokens: int
+
+
+def transformers_contenders(setting: Setting) -> list[Contender]:
+    """`generate`, as one left-padded batch; at batch 1 with prompt lookup too, which knows no larger one."""
+    target = setting.target
+    model = load_model(target.path, DTYPES[setting.dtype])
+    pad = target.tokenizer.pad_token_id if target.tokenizer.pad_token_id is not None else target.eos_token_ids[0]
+
+    def decode(prompts: list[list[int]], **options: object) -> list[list[int]]:
+        torch.set_num_threads(TORCH_THREADS)
+        longest = max(len(p) for p in prompts)
+        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=setting.tokens, do_sample=False,
+            eos_token_id=list(target.eos_token_ids), pad_token_id=pad, temperature=None, top_p=None, **options,
+        )  # fmt: skip
+        answers = []
+        for row in out[:, longest:].tolist():
+            ends = [i for i, token in enumerate(row) if token in target.eos_token_ids]
+            answers.append(row[: ends[0] + 1] if ends else row)
+        return answers
+
+    found = [Contender("transformers, generate", decode, slow=True)]
+    if setting.batch == 1:
+        found.append(
+            Contender(
+                "transformers, prompt lookup", lambda p: decode(p, prompt_lookup_num_tokens=LOOKUP_TOKENS), slow=True
+            )
+        )
+    return found
+
+
+def llama_cpp_contender(setting: Setting) -> Contender:
+    """The same weights as F32 or F16, whose products llama.cpp's kernels are made for."""
+    weights = {"float32": "float32", "bfloat16": "float16"}[setting.dtype]
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name) / f"target-{weights}.gguf"
+    write_gguf(setting.target.path, path, weights)
+    peer = LlamaCpp(path, setting.batch, MAX_LEN, TORCH_THREADS)
+
+    def close() -> None:
+        peer.close()
+        folder.cleanup()
+
+    return Contender(f"llama.cpp, {weights} weights", lambda p: peer.decode(p, setting.tokens), slow=False, close=close)
+
+
+def our_contenders(setting: Setting, backend: str) -> list[Contender]:
+    """Our loop on one backend: plain first, then with each drafter."""
+    most, native = setting.num_draft_tokens, backend == "native"
+    engine = build_engine(
+        setting.target.path, dtype=setting.dtype, backend=backend, num_slots=setting.batch, max_len=MAX_LEN,
+        drafter_path=setting.drafter,
+    )  # fmt: skip
+    threads = torch.get_num_threads()  # what build_engine found best beside this backend
+
+    def mtp() -> Drafter:  # one for each engine: a drafter keeps the state of one engine's slots
+        return load_drafter_for(engine.backend, setting.drafter, setting.target.path)
+
+    plans: list[tuple[str, Drafter | None, EngineConfig]] = [
+        ("plain", None, EngineConfig()),
+        ("prompt lookup", PromptLookupDrafter(), EngineConfig(num_draft_tokens=LOOKUP_TOKENS)),
+        (f"MTP, {most} drafts", mtp(), EngineConfig(num_draft_tokens=most)),
+    ]
+    if native:
+        plans += [
+            ("MTP, length chosen", mtp(), EngineConfig(num_draft_tokens=most, adapt_draft_length=True)),
+            ("MTP, switched off", mtp(), EngineConfig(num_draft_tokens=0)),
+        ]
+    found = []
+    for name, drafter, config in plans:
+        one = Engine(engine.backend, drafter, config=config, eos_token_ids=setting.target.eos_token_ids)
+
+        def decode(prompts: list[list[int]], one: Engine = one) -> list[list[int]]:
+            torch.set_num_threads(threads)
+            return [c.token_ids for c in one.generate(prompts, Sampling(max_new_tokens=setting.tokens))]
+
+        found.append(Contender(f"ours, {backend}, {name}", decode, slow=not native, engine=one))
+    return found

@@ -1,0 +1,99 @@
+"""Where two greedy decodings part: was it a near-tie of the target, or another answer?
+
+In: the target's logits for the common prefix, exact (float32) and rounded (bfloat16). The rule: rounding moved a logit
+by at most `error` = max |rounded - exact| over the vocabulary, a shift that all of them share (the median) left out; so
+it can only make a token the argmax that lies within 2 * error of the exact top. Both tokens within that bound: a
+near-tie. Any other token has another cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# token ids [T], number of last rows wanted N -> float logits [N, V]
+Logits = Callable[[list[int], int], Tensor]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """How close the tokens in question are to the target's choice at one position."""
+
+    gap: float  # exact logits: top minus the lowest of the tokens in question
+    error: float  # max |rounded - exact| over the vocabulary, without what all logits share
+    top_two_gap: float  # exact logits: first minus second
+
+    @property
+    def bound(self) -> float:
+        return 2 * self.error
+
+    @property
+    def near(self) -> bool:
+        return self.gap <= self.bound
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first place where an answer differs from its reference, and what follows it."""
+
+    position: int  # in the answer, from 0
+    expected: int | None  # token of the reference; None: it ended here
+    got: int | None
+    tie: Tie | None  # None: one of the two ended without an end-of-sequence token
+    stray_position: int | None  # first later place whose token is not within the bound either
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding explains the parting and every token after it."""
+        return self.tie is not None and self.tie.near and self.stray_position is None
+
+
+def tie(exact_V: Tensor, rounded_V: Tensor, tokens: tuple[int, ...]) -> Tie:
+    """Judge `tokens` by the target's logits after one prefix, in float32 and in the dtype that decoded."""
+    exact_V, rounded_V = exact_V.double(), rounded_V.double()
+    first, second = exact_V.topk(2).values.tolist()
+    lowest = min(float(exact_V[token]) for token in tokens)
+    moved_V = rounded_V - exact_V
+    error = float((moved_V - moved_V.median()).abs().max())
+    return Tie(gap=first - lowest, error=error, top_two_gap=first - second)
+
+
+def first_difference(got: list[int], expected: list[int]) -> int | None:
+    """First position at which the two differ, one of them ending included; None if they are equal."""
+    for i, (a, b) in enumerate(zip(got, expected, strict=False)):
+        if a != b:
+            return i
+    return None if len(got) == len(expected) else min(len(got), len(expected))
+
+
+def find_parting(
+    prompt_ids: list[int], got: list[int], expected: list[int], exact: Logits, rounded: Logits
+) -> Parting | None:
+    """Where and why `got` leaves `expected`; None if they are equal.
+
+    The tokens after the parting have no reference any more: each must lie within the bound for its own prefix.
+    """
+    at = first_difference(got, expected)
+    if at is None:
+        return None
+    if at >= min(len(got), len(expected)):
+        ends = [tokens[at] if at < len(tokens) else None for tokens in (expected, got)]
+        return Parting(at, ends[0], ends[1], None, None)
+    ids, rows = prompt_ids + got[:-1], len(got) - at
+    exact_NV, rounded_NV = exact(ids, rows), rounded(ids, rows)
+    ties = [tie(exact_NV[i], rounded_NV[i], (got[at + i],)) for i in range(1, rows)]
+    stray = next((at + i for i, later in enumerate(ties, start=1) if not later.near), None)
+    return Parting(at, expected[at], got[at], tie(exact_NV[0], rounded_NV[0], (expected[at], got[at])), stray)
+
+
+def logits_of(model: torch.nn.Module) -> Logits:
+    """`Logits` by the own forward of a Hugging Face causal LM, one sequence without a cache."""
+
+    @torch.inference_mode()
+    def logits(ids: list[int], rows: int) -> Tensor:
+        return model(torch.tensor([ids]), use_cache=False, logits_to_keep=rows).logits[0].float()
+
+    return logits
