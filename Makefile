@@ -22,13 +22,13 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
 test-unit: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m 'not ray and not model'
+	$(BIN)/python -m pytest -q -m 'not ray and not model and not statistical'
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m 'not ray and not model'
+	$(BIN)/python -m pytest -q -m 'not ray and not model and not statistical'
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache draftloop-out

@@ -85,7 +85,12 @@ def train(
     output: Annotated[str, typer.Option(help="Folder of the drafter.")] = "draftloop-out/drafter",
     kind: Annotated[Literal["recursive", "independent"], typer.Option(help="Of MTP drafter.")] = "recursive",
     num_draft_tokens: Annotated[int, typer.Option(help="Drafts it is trained for (K).")] = 5,
-    draft_vocab_size: Annotated[int, typer.Option(help="Most frequent tokens that can be drafted; 0: all.")] = 8192,
+    draft_vocab_coverage: Annotated[
+        float | None, typer.Option(help="Share of new response tokens that can be drafted.", show_default="0.95")
+    ] = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="So many tokens instead, the most frequent; 0: all.", show_default="by coverage")
+    ] = None,
     own_lm_head: Annotated[bool, typer.Option(help="Independent heads: an LM head of their own.")] = False,
     epochs: Annotated[float, typer.Option(help="Passes over the rollouts.")] = 8.0,
     learning_rate: Annotated[float, typer.Option(help="Peak; warm-up, then cosine to zero.")] = 2e-3,
@@ -106,7 +111,8 @@ def train(
 
         config = TrainConfig(
             target=target, rollouts=rollouts, output=output, kind=kind, num_draft_tokens=num_draft_tokens,
-            draft_vocab_size=draft_vocab_size, own_lm_head=own_lm_head, num_workers=num_workers, use_gpu=gpu,
+            draft_vocab_coverage=draft_vocab_coverage, draft_vocab_size=draft_vocab_size,
+            own_lm_head=own_lm_head, num_workers=num_workers, use_gpu=gpu,
             steps=StepConfig(
                 epochs=epochs, learning_rate=learning_rate, rho=rho, sequences_per_step=sequences_per_step,
                 anchors_per_sequence=anchors_per_sequence, seed=seed,

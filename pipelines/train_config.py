@@ -8,6 +8,8 @@ from typing import get_args
 from drafters.mtp import Kind
 from pipelines.training import StepConfig
 
+DRAFT_VOCAB_COVERAGE = 0.95
+
 
 class TrainError(ValueError):
     """Training that cannot be done; the message is one line with cause and mend."""
@@ -22,7 +24,8 @@ class TrainConfig:
     output: str  # folder of the drafter checkpoint
     kind: Kind = "recursive"  # or independent
     num_draft_tokens: int = 5  # drafts that the drafter is trained for (K)
-    draft_vocab_size: int = 8192  # most frequent tokens of the rollouts that can be drafted; 0: all
+    draft_vocab_coverage: float | None = None  # share of unseen response tokens that can be drafted; None: 0.95
+    draft_vocab_size: int | None = None  # in place of the coverage: so many tokens can be drafted; 0: all
     own_lm_head: bool = False  # independent heads: a projection of their own instead of the target's LM head
     held_out: float = 0.05  # share of the rollouts that expected tau is measured on
     steps: StepConfig = field(default_factory=StepConfig)  # the optimiser
@@ -34,10 +37,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         steps, divisor = self.steps, max(1, self.num_workers)
+        size, coverage = self.draft_vocab_size, self.draft_vocab_coverage
+        if size is not None and coverage is not None:
+            raise TrainError(
+                f"draft_vocab_size is {size} and draft_vocab_coverage is {coverage:g}; give one of the two"
+            )
         for name, value, good, mend in (
             ("kind", self.kind, self.kind in get_args(Kind), " or ".join(get_args(Kind))),
             ("num_draft_tokens", self.num_draft_tokens, self.num_draft_tokens >= 1, "at least 1"),
-            ("draft_vocab_size", self.draft_vocab_size, self.draft_vocab_size >= 0, "0 for all tokens, or more"),
+            ("draft_vocab_size", size, size is None or size >= 0, "0 for all tokens, or more"),
+            ("draft_vocab_coverage", coverage, coverage is None or 0 < coverage <= 1, "a share, such as 0.95"),
             ("own_lm_head", True, not self.own_lm_head or self.kind == "independent", "it to independent heads only"),
             ("held_out", self.held_out, 0 < self.held_out < 1, "a share between 0 and 1"),
             ("num_workers", self.num_workers, self.num_workers >= 1, "at least 1"),

@@ -17,11 +17,11 @@ from ray.train.torch import get_device
 from drafters.checkpoint import save_checkpoint
 from drafters.mtp import IndependentHeads, MtpConfig, RecursiveHead, make_mtp
 from drafters.target import shared_weights
-from drafters.training_batch import IGNORED
+from pipelines.draft_vocabulary import coverage_of, draft_vocabulary
 from pipelines.rollout_schema import Rollout
 from pipelines.rollout_store import RolloutSet, open_rollouts
-from pipelines.train_config import TrainConfig, TrainError
-from pipelines.training import CurvePoint, Trainer, TrainingSequence, frequent_tokens
+from pipelines.train_config import DRAFT_VOCAB_COVERAGE, TrainConfig, TrainError
+from pipelines.training import CurvePoint, Trainer, TrainingSequence
 
 STATE, DRAFTER, REPORT = "trainer.pt", "drafter", "report.json"
 SHOW_EVERY = 5  # steps between points sent to the driver
@@ -91,7 +91,8 @@ def build_module(
     """A fresh drafter in the target's dimensions, with the draft vocabulary of these rollouts."""
     shared = shared_weights(target_path, torch.float32)
     vocab_size, width = shared.embedding_VD.shape
-    vocabulary = frequent_tokens(training, vocab_size, config.draft_vocab_size or vocab_size)
+    coverage = config.draft_vocab_coverage or DRAFT_VOCAB_COVERAGE
+    vocabulary = draft_vocabulary(training, vocab_size, config.draft_vocab_size, coverage)
     head_dim = 64 if width % 64 == 0 else 32 if width % 32 == 0 else 8
     heads = max(1, width // head_dim)
     with torch.random.fork_rng():
@@ -136,8 +137,10 @@ def _finish(
     """Write the finished drafter and the run's report into the last checkpoint."""
     config: TrainConfig = arguments["config"]
     module, last = trainer.module, curve[-1]
-    held_out = [module.draft_labels(s.ids[s.prompt_len :].to(module.draft_vocab_ids.device)) for s in trainer.held_out]
-    known = sum(int((labels != IGNORED).sum()) for labels in held_out)
+    vocabulary = {
+        "draft_vocab_size": len(module.draft_vocab_ids),
+        "draft_vocab_coverage": coverage_of(module.draft_vocab_ids, trainer.held_out) or 0.0,
+    }
     report = {
         "kind": config.kind,
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -149,8 +152,7 @@ def _finish(
         "accuracy_by_position": last.accuracy_by_position,
         "expected_tau": last.expected_tau,
         "acceptance_by_position": last.acceptance_by_position,
-        "draft_vocab_size": len(module.draft_vocab_ids),
-        "draft_vocab_coverage": known / max(1, sum(len(labels) for labels in held_out)),
+        **vocabulary,
     }
     provenance = {
         "target": rollouts.metadata.target,
@@ -160,6 +162,8 @@ def _finish(
         "command": "draftloop train",
         "config": asdict(config),
         "seed": config.steps.seed,
+        **vocabulary,  # the coverage is that of the held-out responses
+        "draft_vocab_training_coverage": coverage_of(module.draft_vocab_ids, trainer.sequences),
         "expected_tau": last.expected_tau,
         "expected_acceptance_by_position": last.acceptance_by_position,
         "training_curve": [asdict(point) for point in curve],

@@ -107,14 +107,6 @@ def make_batch(sequences: list[TrainingSequence], anchors: Tensor, mask: Tensor)
     return TrainingBatch(ids_BT=ids, features_BTF=features, lengths_B=lengths, anchors_BA=anchors, anchor_mask_BA=mask)
 
 
-def frequent_tokens(sequences: list[TrainingSequence], vocab_size: int, count: int) -> Tensor:
-    """The `count` most frequent tokens of the sequences, ascending; ties and unseen tokens by lower id."""
-    frequency = torch.zeros(vocab_size, dtype=torch.int64)
-    for sequence in sequences:
-        frequency += torch.bincount(sequence.ids, minlength=vocab_size)
-    return frequency.argsort(descending=True, stable=True)[: min(count, vocab_size)].sort().values
-
-
 def total_steps(config: StepConfig, num_sequences: int) -> int:
     """Optimiser steps of a run over `num_sequences` training sequences."""
     return max(1, math.ceil(config.epochs * num_sequences / config.sequences_per_step))

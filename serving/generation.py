@@ -1,19 +1,16 @@
 """From a request to text and back: prompt -> token ids -> the engine's stream -> text, in pieces as they come.
 
-`openai_api` calls it with validated requests; it knows no HTTP. Chat templates are applied here and nowhere else.
+`openai_api` calls it with validated requests; it knows no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from tokenizers import Tokenizer
+from typing import Literal
 
 from drafters.acceptance import Acceptance
 from drafters.target import Target
@@ -21,9 +18,9 @@ from serving.api_schema import ApiError, ChatRequest, GenerationRequest, TextReq
 from serving.detokenize import Detokenizer
 from serving.engine.async_engine import AsyncEngine, EngineError
 from serving.engine.sampling import Sampling
+from serving.engine.sampling_defaults import SamplingDefaults
 from serving.metrics import RequestMetrics
-
-log = logging.getLogger(__name__)
+from serving.prompt_encoding import PromptEncoder, PromptError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +41,6 @@ class Piece:
     end: End | None = None  # set in the last piece
 
 
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """Sampling where a request says nothing: the target's generation config, else OpenAI's defaults."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    @classmethod
-    def of(cls, generation_config: Any) -> Defaults:
-        """Whatever the config leaves open keeps our default. A repetition penalty is named, since it is not applied."""
-        penalty = getattr(generation_config, "repetition_penalty", None)
-        if penalty not in (None, 1.0):
-            log.warning("the target's generation config asks for repetition_penalty %s, which is not applied", penalty)
-        found = {name: getattr(generation_config, name, None) for name in ("temperature", "top_p", "top_k")}
-        return cls(**{name: value for name, value in found.items() if value is not None})
-
-
 class ServedModel:
     """A target behind its engine, as the endpoints see it."""
 
@@ -71,36 +50,24 @@ class ServedModel:
         self.max_len = max_len
         self.metrics = metrics
         self.drafter: dict[str, str | None] = {"name": None, "path": None}  # what /v1/models reports
-        self.defaults = Defaults.of(target.generation_config)
-        self._template = target.tokenizer
-        tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
-        if not isinstance(tokenizer, Tokenizer):
-            raise ValueError(f"the tokenizer of {target.path} has no tokenizer.json; convert it with save_pretrained")
-        self._tokenizer = tokenizer
-        self._tokenizer.no_truncation()  # a tokenizer file may ask for it, and would cut prompts silently
-        self._tokenizer.no_padding()
+        self.defaults = SamplingDefaults.of(target.generation_config)
+        self._prompts = PromptEncoder(target)
 
     async def chat_prompt(self, request: ChatRequest) -> list[int]:
         """Token ids of the messages in the target's chat template."""
-        if not self._template.chat_template:
+        if not self._prompts.has_chat_template:
             raise ApiError(400, "the model has no chat template; use /v1/completions", param="messages")
         messages = [message.for_template() for message in request.messages]
-
-        def encode() -> list[int]:
-            text = self._template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-
         try:
-            return await asyncio.to_thread(encode)  # a long prompt takes a while, and streams go on meanwhile
-        except Exception as error:  # templates refuse with errors of their own, such as roles that do not alternate
-            raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+            return await asyncio.to_thread(self._prompts.chat, messages)  # takes a while, and streams go on meanwhile
+        except PromptError as error:
+            raise ApiError(400, str(error), param="messages") from error
 
     async def text_prompt(self, request: TextRequest) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer puts around a text."""
         if isinstance(request.prompt, list):
             return request.prompt
-        encoding = await asyncio.to_thread(self._tokenizer.encode, request.prompt)
-        return encoding.ids
+        return await asyncio.to_thread(self._prompts.text, request.prompt)
 
     def sampling(self, request: GenerationRequest, limit: int | None, prompt: Sequence[int], param: str) -> Sampling:
         """The engine's parameters. Raises ApiError if the prompt, or the prompt and the limit, exceed the context."""
@@ -113,21 +80,15 @@ class ServedModel:
                 param=param if room < 1 else "max_tokens",
                 code="context_length_exceeded",
             )
-        given = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
-        chosen: dict[str, Any] = vars(self.defaults) | {k: v for k, v in given.items() if v is not None}
-        return Sampling(
-            max_new_tokens=limit or room,
-            temperature=chosen["temperature"],
-            top_p=chosen["top_p"],
-            top_k=max(0, chosen["top_k"]),
-            seed=secrets.randbits(63) if request.seed is None else request.seed,
-        )
+        chosen = self.defaults.chosen(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k)
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        return Sampling(max_new_tokens=limit or room, seed=seed, **chosen)
 
     async def answer(
         self, prompt: Sequence[int], sampling: Sampling, stops: Sequence[str], request_id: str
     ) -> AsyncGenerator[Piece, None]:
         """Pieces of text, the last with the end. Leaving early cancels. Raises what `AsyncEngine.stream` raises."""
-        text = Detokenizer(self._tokenizer, stops)
+        text = Detokenizer(self._prompts.tokenizer, stops)
         cancelled = False
         with self.metrics.request(len(prompt)) as record:
             async with aclosing(self.engine.stream(prompt, sampling, request_id)) as stream:

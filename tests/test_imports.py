@@ -78,8 +78,9 @@ assert not [name for name in sys.modules if name.split(".")[0] == "ray"]
 """
 
 
-def test_drafters_engine_and_training_step_import_without_ray():
-    names = [dotted(file) for folder in NEVER_RAY for file in modules(folder)] + ["pipelines.training"]
+def test_drafters_engines_and_training_step_import_without_ray():
+    names = [dotted(file) for folder in NEVER_RAY for file in modules(folder)]
+    names += ["serving.text_engine", "pipelines.training", "pipelines.draft_vocabulary"]
     assert {"drafters", "drafters.mtp", "serving.engine", "serving.engine.engine"} <= set(names)
     child = subprocess.run(
         [sys.executable, "-c", WITHOUT_RAY, *names], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

@@ -53,6 +53,7 @@ class _TargetDrafter:
 
     def __init__(self, model: LlamaForCausalLM):
         self.model = model
+        self.vocab_size = model.config.vocab_size
         self.argmax: dict[tuple[int, ...], int] = {}  # of sequences seen before
         self.sequences: dict[int, tuple[int, dict[int, int]]] = {}  # slot -> (epoch, position -> token)
 
@@ -113,7 +114,7 @@ class AlwaysWrong(_TargetDrafter):
     name = "always-wrong"
 
     def _spoil(self, drafts_BK: torch.Tensor) -> torch.Tensor:
-        return (drafts_BK + 1) % VOCAB
+        return (drafts_BK + 1) % self.vocab_size
 
 
 class HalfRight(_TargetDrafter):
@@ -123,7 +124,7 @@ class HalfRight(_TargetDrafter):
 
     def _spoil(self, drafts_BK: torch.Tensor) -> torch.Tensor:
         wrong = torch.arange(drafts_BK.shape[1]) % 2 == 1
-        return torch.where(wrong, (drafts_BK + 1) % VOCAB, drafts_BK)
+        return torch.where(wrong, (drafts_BK + 1) % self.vocab_size, drafts_BK)
 
 
 class RandomProposer(_TargetDrafter):
@@ -134,7 +135,7 @@ class RandomProposer(_TargetDrafter):
     def __init__(self, model: LlamaForCausalLM, candidates: int = 16, seed: int = 0):
         super().__init__(model)
         rng = np.random.default_rng(seed)
-        self.ids = rng.choice(VOCAB, candidates, replace=False)
+        self.ids = rng.choice(self.vocab_size, candidates, replace=False)
         self.probs = rng.dirichlet(np.ones(candidates))
 
     def draft(self, request: DraftRequest) -> DraftReply:

@@ -12,12 +12,14 @@ import torch
 from drafters.checkpoint import as_drafter, load_module, read_config
 from drafters.drafter import Drafter
 from drafters.mtp import RecursiveHead
+from drafters.packed_linear import PackLinear
 from drafters.target import load_model, load_target
 from serving.engine import native_build
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.native_recursive_drafter import NativeRecursiveDrafter
-from serving.engine.native_rows import NativeLinear, NativeRows
+from serving.engine.native_rows import LinearMemory, NativeLinear, NativeRows
 from serving.engine.rows import RowsBackend
+from serving.engine.torch_graphs import CudaCapture
 from serving.engine.torch_rows import TorchRows
 
 log = logging.getLogger(__name__)
@@ -45,11 +47,13 @@ def build_engine(
     target_layer_ids: Sequence[int] | None = None,
     num_threads: int | None = None,
     config: EngineConfig | None = None,
+    cuda_graphs: bool = False,
 ) -> Engine:
     """Load a target (a folder from `resolve_target`) and a drafter into a new engine.
 
     `target_layer_ids` are tapped beside those that the drafter needs. `max_len` is cut to the target's own context.
-    `num_threads` are the forward pass's (None: torch's choice); with the native backend torch itself is set to one.
+    `num_threads` are the forward pass's (None: torch's choice); where native kernels run, torch itself is set to one.
+    `cuda_graphs` captures the decoding passes of a CUDA engine and replays them.
     Raises TargetError, CheckpointError, UnsupportedTargetError, or EngineBuildError.
     """
     if dtype not in DTYPES:
@@ -71,10 +75,11 @@ def build_engine(
         max_len=min(max_len, target.max_len),
         target_layer_ids=tuple(sorted(taps)),
         num_threads=threads,
+        cuda_graphs=cuda_graphs,
     )
-    if isinstance(rows, NativeRows):
+    if rows.native_threads:
         # torch's own team of threads would spin on the cores for milliseconds after each of its operations, while the
-        # native forward wants them: what is left to torch beside it is small.
+        # native kernels want them: what is left to torch beside them is small.
         torch.set_num_threads(1)
     drafter = None
     if drafter_path is not None:
@@ -84,13 +89,14 @@ def build_engine(
 
 def load_drafter_for(rows: RowsBackend, drafter_path: Path, target_path: Path) -> Drafter:
     """A drafter on the backend's device, in its dtype or, where that is native, on its kernels. CheckpointError."""
-    if not isinstance(rows, NativeRows):
+    threads = rows.native_threads
+    if not threads:
         return as_drafter(load_module(drafter_path, target_path, dtype=rows.dtype, device=rows.device))
     module = load_module(drafter_path, target_path)
     # bfloat16 beside a float32 target too: half the bytes, and what is only proposed need not be exact
     if isinstance(module, RecursiveHead):
-        return NativeRecursiveDrafter(module, num_threads=rows.num_threads)
-    module.pack(functools.partial(NativeLinear, dtype=torch.bfloat16, num_threads=rows.num_threads))
+        return NativeRecursiveDrafter(module, num_threads=threads)
+    module.pack(functools.partial(NativeLinear, dtype=torch.bfloat16, num_threads=threads))
     return as_drafter(module)
 
 
@@ -104,8 +110,11 @@ def build_rows(
     max_len: int,
     target_layer_ids: tuple[int, ...],
     num_threads: int | None = None,
+    cuda_graphs: bool = False,
 ) -> RowsBackend:
     """The backend that runs the target's forward passes."""
+    if cuda_graphs and not device.startswith("cuda"):
+        raise EngineBuildError(f"cuda_graphs needs a CUDA device, not {device}; give device cuda or leave it off")
     if backend not in BACKENDS:
         raise EngineBuildError(f"unknown backend {backend!r}; give one of {', '.join(BACKENDS)}")
     reason = _no_native_reason(target_path, device) if backend != "torch" else None
@@ -115,7 +124,15 @@ def build_rows(
     if backend == "torch" or reason:
         if reason:
             log.warning("backend torch, since native cannot run here: %s", reason)
-        return TorchRows(model, num_slots=num_slots, max_len=max_len, target_layer_ids=target_layer_ids)
+        return TorchRows(
+            model,
+            num_slots=num_slots,
+            max_len=max_len,
+            target_layer_ids=target_layer_ids,
+            pack=_pack_for_torch(model.dtype, device, num_threads or TORCH_THREADS),
+            native_threads=num_threads or TORCH_THREADS,
+            capture=CudaCapture() if cuda_graphs else None,
+        )
     return NativeRows(
         model,
         dtype=dtype,
@@ -124,6 +141,14 @@ def build_rows(
         target_layer_ids=target_layer_ids,
         num_threads=num_threads or TORCH_THREADS,
     )
+
+
+def _pack_for_torch(dtype: torch.dtype, device: str, num_threads: int) -> PackLinear | None:
+    """The native kernel for the linear layers of the torch backend, where there is one: it streams weights faster."""
+    if device != "cpu" or dtype not in DTYPES.values() or native_build.unavailable_reason():
+        return None
+    log.info("the torch backend's linear layers run on the native kernel in %s", str(dtype).removeprefix("torch."))
+    return functools.partial(NativeLinear, dtype=dtype, num_threads=num_threads, memory=LinearMemory(dtype))
 
 
 def _no_native_reason(target_path: Path, device: str) -> str | None:

@@ -335,18 +335,17 @@ class Engine:
 
     def _feeds_drafter(self, s: Sequence) -> bool:
         """Whether the drafter will want this sequence's features; with drafting switched off they are not kept."""
-        if self._columns is None or not s.draftable:
-            return False
-        if self.num_draft_tokens == 0:
-            s.draftable = False  # pairs are missing from here on
-        return s.draftable
+        return self._columns is not None and s.draftable and self.num_draft_tokens > 0
 
     def _keep_features(self, s: Sequence, features_RF: torch.Tensor | None, row: int, count: int) -> None:
+        feeds = self._feeds_drafter(s)
+        if self._columns is not None and not feeds:
+            s.draftable = False  # pairs are missing from here on
         if features_RF is None:
             return
         if s.keep_features:
             s.kept_features.append(features_RF[row : row + count].to("cpu", torch.bfloat16, copy=True))
-        if self._feeds_drafter(s):
+        if feeds:
             s.pending_features.append(features_RF[row : row + count].clone())
 
     def _advance(self, s: Sequence, outcome: Outcome) -> Progress:

@@ -66,8 +66,8 @@ class NativeRows:
         lanes = (config.num_hidden_layers, num_slots, config.num_key_value_heads)
         self._keys, self._values = kv_buffers(Arena(), lanes, max_len=max_len, head_dim=_head_dim(config))
         self._layers, self._struct = self._pack(model)
-        self.num_threads = num_threads or _threads_for(self._packer.arena.bytes)
-        floats = self._library.draftloop_workspace_floats(ctypes.byref(self._struct), self.num_threads)
+        self.native_threads: int | None = num_threads or _threads_for(self._packer.arena.bytes)
+        floats = self._library.draftloop_workspace_floats(ctypes.byref(self._struct), self.native_threads)
         self._workspace = torch.zeros(floats + 16)
         self._logits, self._features = torch.empty(0), torch.empty(0)
 
@@ -122,7 +122,7 @@ class NativeRows:
             ctypes.byref(self._struct),
             ctypes.byref(task),
             aligned(self._workspace),
-            self.num_threads,
+            self.native_threads,
             ctypes.byref(bad),
         )
         if error:
@@ -175,10 +175,26 @@ class NativeRows:
         return layers, struct
 
 
+class LinearMemory:
+    """Huge pages and a workspace for `NativeLinear`s that never run at once, such as one model's."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.packer = Packer(dtype)
+        self.address = 0  # of the workspace
+        self._workspace = torch.empty(0)
+
+    def reserve(self, floats: int) -> None:
+        """Make the workspace large enough for one more linear."""
+        if len(self._workspace) < floats + 16:
+            self._workspace = torch.zeros(floats + 16)
+            self.address = aligned(self._workspace)
+
+
 class NativeLinear:
     """x W^T + b with packed weights: [R, I] float32 -> [R, O] float32, each row the same bits in any company.
 
-    bfloat16 rounds weights and inputs, and sums in fp32. The result is a new tensor.
+    bfloat16 rounds weights and inputs, and sums in fp32. The result is a new tensor. `memory` (of the same dtype) is
+    what it shares with other linears, which then never run at the same time.
     """
 
     def __init__(
@@ -189,24 +205,39 @@ class NativeLinear:
         dtype: torch.dtype = torch.float32,
         num_threads: int | None = None,
         isa: str | None = None,
+        memory: LinearMemory | None = None,
     ):
         self._library = declare(native_build.load(isa))
-        self._packer = Packer(dtype)
+        self._call = self._library.draftloop_linear
+        self._memory = memory or LinearMemory(dtype)
         self.dtype = dtype
         self.out_features, self.in_features = weight_OI.shape
-        self._struct: LinearStruct = self._packer.linear(weight_OI, bias)
-        self.num_threads = num_threads or _threads_for(self._packer.arena.bytes)
-        floats = self._library.draftloop_linear_workspace_floats(ctypes.byref(self._struct), self.num_threads)
-        self._workspace = torch.zeros(floats + 16)
+        before = self._memory.packer.arena.bytes
+        self._struct: LinearStruct = self._memory.packer.linear(weight_OI, bias)
+        self._pointer = ctypes.pointer(self._struct)  # made once: a model calls its linears hundreds of times a pass
+        self._bf16 = int(dtype == torch.bfloat16)
+        self.num_threads = num_threads or _threads_for(self._memory.packer.arena.bytes - before)
+        self._memory.reserve(self._library.draftloop_linear_workspace_floats(self._pointer, self.num_threads))
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         if x_RI.ndim != 2 or x_RI.shape[1] != self.in_features:
             raise ValueError(f"give rows of {self.in_features} inputs, not a tensor of shape {tuple(x_RI.shape)}")
-        x_RI = x_RI.detach().to("cpu", torch.float32).contiguous()
-        y_RO = torch.empty(len(x_RI), self.out_features)
-        self._library.draftloop_linear(
-            ctypes.byref(self._struct), self.dtype == torch.bfloat16, x_RI.data_ptr(), self.in_features, len(x_RI),
-            y_RO.data_ptr(), aligned(self._workspace), self.num_threads,
+        return self._multiply(x_RI, self._pointer)
+
+    def weight(self) -> Tensor:
+        """The weights [O, I] in float32, rounded to `dtype`: the product of the identity, without the bias."""
+        plain = LinearStruct(self._struct.weight, None, self._struct.in_features, self._struct.out_features)
+        return self._multiply(torch.eye(self.in_features), ctypes.pointer(plain)).T.contiguous()
+
+    def _multiply(self, x_RI: Tensor, linear: Any) -> Tensor:
+        if x_RI.dtype != torch.float32 or not x_RI.is_cpu:
+            x_RI = x_RI.to("cpu", torch.float32)
+        x_RI = x_RI.contiguous()
+        rows = x_RI.shape[0]
+        y_RO = torch.empty(rows, self.out_features)
+        self._call(
+            linear, self._bf16, x_RI.data_ptr(), self.in_features, rows,
+            y_RO.data_ptr(), self._memory.address, self.num_threads,
         )  # fmt: skip
         return y_RO
 

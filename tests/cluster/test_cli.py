@@ -97,6 +97,12 @@ def test_train_on_a_folder_that_is_no_rollout_set(tmp_path, toy_target_dir):
     assert not (tmp_path / "drafter").exists()
 
 
+def test_train_takes_the_size_of_the_draft_vocabulary_or_its_coverage(tmp_path, toy_target_dir):
+    result = run("train", "--rollouts", str(tmp_path), "--draft-vocab-size", "0", "--draft-vocab-coverage", "0.9")
+    assert one_line(result) == "error: draft_vocab_size is 0 and draft_vocab_coverage is 0.9; give one of the two"
+    one_line(run("train", "--rollouts", str(tmp_path), "--draft-vocab-coverage", "95"))
+
+
 def test_evaluate_without_a_drafter(tmp_path, toy_target_dir, prompts):
     arguments = ("evaluate", "--target", str(toy_target_dir), "--prompts", prompts, "--drafter")
     assert "no drafter" in one_line(run(*arguments, str(tmp_path / "nothing")))

@@ -15,7 +15,6 @@ from pipelines.training import (
     Trainer,
     TrainingSequence,
     expected_acceptance,
-    frequent_tokens,
     total_steps,
 )
 from tests.toy_mtp import continued, toy_mtp
@@ -177,16 +176,6 @@ def test_held_out_responses_too_short_for_a_round_leave_tau_unknown(model, seque
     last = curve_of(Trainer(toy_mtp(model), sequences, short, replace(CONFIG, epochs=0.4)))[-1]
     assert last.evaluated
     assert (last.expected_tau, last.acceptance_by_position) == (None, [])
-
-
-def test_frequent_tokens_are_ascending_and_ties_go_to_lower_ids():
-    one = TrainingSequence(torch.tensor([5, 5, 5, 2, 2, 9]), 1, torch.zeros(5, 1))
-    two = TrainingSequence(torch.tensor([9, 7, 3]), 1, torch.zeros(2, 1))
-    assert frequent_tokens([one, two], 12, 2).tolist() == [2, 5]
-    assert frequent_tokens([one, two], 12, 3).tolist() == [2, 5, 9]
-    assert frequent_tokens([one, two], 12, 4).tolist() == [2, 3, 5, 9]
-    assert frequent_tokens([one, two], 12, 6).tolist() == [0, 2, 3, 5, 7, 9]
-    assert frequent_tokens([one, two], 12, 99).tolist() == list(range(12))
 
 
 def test_what_cannot_be_trained_is_refused(model, sequences):

@@ -117,6 +117,8 @@ def test_a_trained_drafter_decodes_losslessly(trained, config: TrainConfig, work
     assert provenance["target_fingerprint"] == open_rollouts(config.rollouts).metadata.target_fingerprint
     assert provenance["rollouts"][0]["manifest_sha256"] == open_rollouts(config.rollouts).manifest_sha256
     assert provenance["seed"] == 0
+    assert (provenance["draft_vocab_size"], provenance["draft_vocab_coverage"]) == (150, report.draft_vocab_coverage)
+    assert 0.5 < report.draft_vocab_coverage <= provenance["draft_vocab_training_coverage"] <= 1
     assert [p["step"] for p in provenance["training_curve"]] == [4, 8, 12]
 
     evaluation = evaluate(
@@ -282,6 +284,8 @@ def test_output_with_other_files_is_refused(config: TrainConfig, toy_target_dir:
         {"kind": "tree"},
         {"num_draft_tokens": 0},
         {"draft_vocab_size": -1},
+        {"draft_vocab_size": None, "draft_vocab_coverage": 95},
+        {"draft_vocab_coverage": 0.95},
         {"own_lm_head": True},
         {"held_out": 1.0},
         {"num_workers": 0},
@@ -292,6 +296,6 @@ def test_output_with_other_files_is_refused(config: TrainConfig, toy_target_dir:
     ],
 )
 def test_a_wrong_option_is_named(config: TrainConfig, change: dict[str, Any]):
-    name = {"steps": "epochs|rho|sequences_per_step"}.get(next(iter(change)), next(iter(change)))
+    name = {"steps": "epochs|rho|sequences_per_step"}.get(next(iter(change)), "|".join(change))
     with pytest.raises(TrainError, match=f"({name}) is .*; give "):
         replace(config, **change)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 
+from drafters.checkpoint import as_drafter
 from drafters.drafter import DraftReply, DraftRequest
+from drafters.prompt_lookup import PromptLookupDrafter
 from serving.engine.engine import Engine, EngineConfig, RequestError
 from serving.engine.sampling import Sampling
 from serving.engine.torch_rows import TorchRows
+from tests.toy_mtp import TAPS, toy_mtp
 from tests.toy_target import AlwaysRight, AlwaysWrong, HalfRight, RandomProposer, toy_model, toy_prompts
 
 DRAFTERS = [AlwaysRight, AlwaysWrong, HalfRight, RandomProposer]
@@ -17,6 +22,15 @@ DRAFTERS = [AlwaysRight, AlwaysWrong, HalfRight, RandomProposer]
 def toy_engine(drafter=None, num_slots=4, num_draft_tokens=3, taps=(), **config) -> Engine:
     rows = TorchRows(toy_model(), num_slots=num_slots, max_len=160, target_layer_ids=taps)
     return Engine(rows, drafter, config=EngineConfig(num_draft_tokens=num_draft_tokens, **config))
+
+
+@lru_cache
+def drafter(kind):
+    """One of each kind for all tests: their memory of the toy target's argmax, which they share, makes them fast."""
+    made = kind(toy_model())
+    if kind is not AlwaysRight:
+        made.argmax = drafter(AlwaysRight).argmax
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +58,7 @@ def test_plain_decoding_equals_generate(prompts, reference):
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("num_slots", [1, 4])
 def test_greedy_drafting_never_changes_the_output(kind, num_slots, prompts, reference):
-    engine = toy_engine(kind(toy_model()), num_slots=num_slots)
+    engine = toy_engine(drafter(kind), num_slots=num_slots)
     completions = engine.generate(prompts, Sampling(max_new_tokens=40))
     assert [c.token_ids for c in completions] == reference
     assert engine.stats.fallbacks == {}
@@ -53,14 +67,14 @@ def test_greedy_drafting_never_changes_the_output(kind, num_slots, prompts, refe
 
 @pytest.mark.parametrize(("kind", "tau"), [(AlwaysRight, 4.0), (AlwaysWrong, 1.0), (HalfRight, 2.0)])
 def test_tau_of_known_drafters(kind, tau, prompts):
-    engine = toy_engine(kind(toy_model()))
+    engine = toy_engine(drafter(kind))
     engine.generate(prompts, Sampling(max_new_tokens=33))
     assert engine.stats.acceptance.tau == tau
     assert engine.stats.acceptance.by_position[0] == (0.0 if kind is AlwaysWrong else 1.0)
 
 
 def test_a_right_drafter_saves_passes(prompts):
-    plain, drafted = toy_engine(num_slots=1), toy_engine(AlwaysRight(toy_model()), num_slots=1)
+    plain, drafted = toy_engine(num_slots=1), toy_engine(drafter(AlwaysRight), num_slots=1)
     for engine in (plain, drafted):
         engine.generate(prompts[:1], Sampling(max_new_tokens=33))
     assert plain.stats.passes == 33  # one prefill, which gives the first token, then one pass a token
@@ -74,8 +88,10 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_with_argmax_drafters(
 
     alone = [toy_engine(num_slots=1).generate([p], sampling(i))[0].token_ids for i, p in enumerate(prompts)]
     per_prompt = [sampling(i) for i in range(len(prompts))]
-    for drafter in (None, AlwaysRight(toy_model()), AlwaysWrong(toy_model()), HalfRight(toy_model())):
-        together = toy_engine(drafter).generate(prompts, per_prompt)
+    argmax_drafters = [drafter(kind) for kind in (AlwaysRight, AlwaysWrong, HalfRight)]
+    trained = as_drafter(toy_mtp(toy_model()))
+    for each in (None, *argmax_drafters, PromptLookupDrafter(min_ngram=1), trained):
+        together = toy_engine(each, taps=TAPS if each is trained else ()).generate(prompts, per_prompt)
         assert [c.token_ids for c in together] == alone
     assert len({tuple(t) for t in alone}) == len(alone)
 
@@ -104,7 +120,7 @@ def test_kept_features_are_the_targets_hidden_states(kind, prompts):
 def test_stop_token_inside_an_accepted_block_ends_the_request(prompts, reference):
     stop = reference[0][9]
     first = reference[0].index(stop)
-    engine = toy_engine(AlwaysRight(toy_model()), num_draft_tokens=8)
+    engine = toy_engine(drafter(AlwaysRight), num_draft_tokens=8)
     completion = engine.generate(prompts[:1], Sampling(max_new_tokens=40, stop_token_ids=(stop,)))[0]
     assert completion.token_ids == reference[0][: first + 1]
     assert completion.finish_reason == "stop"
@@ -112,12 +128,12 @@ def test_stop_token_inside_an_accepted_block_ends_the_request(prompts, reference
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5])
 def test_max_new_tokens_is_exact(limit, prompts, reference):
-    completions = toy_engine(AlwaysRight(toy_model())).generate(prompts, Sampling(max_new_tokens=limit))
+    completions = toy_engine(drafter(AlwaysRight)).generate(prompts, Sampling(max_new_tokens=limit))
     assert [c.token_ids for c in completions] == [r[:limit] for r in reference]
 
 
 def test_cancel_frees_the_slot_and_leaves_the_others_alone(prompts, reference):
-    engine = toy_engine(HalfRight(toy_model()), num_slots=2)
+    engine = toy_engine(drafter(HalfRight), num_slots=2)
     names = [engine.add(p, Sampling(max_new_tokens=40)) for p in prompts[:4]]
     engine.step()
     engine.step()
@@ -135,7 +151,7 @@ def test_cancel_frees_the_slot_and_leaves_the_others_alone(prompts, reference):
 
 
 def test_a_prompt_fills_the_whole_context(prompts):
-    engine = toy_engine(AlwaysRight(toy_model()), num_slots=1)
+    engine = toy_engine(drafter(AlwaysRight), num_slots=1)
     prompt = (prompts[0] * 200)[:150]
     completion = engine.generate([prompt], Sampling(max_new_tokens=10))[0]
     assert len(completion.token_ids) == 10
@@ -189,23 +205,23 @@ def test_a_failing_drafter_costs_only_its_drafts(how, prompts, reference):
 
 
 def test_swapping_the_drafter_between_rounds_keeps_the_tokens(prompts, reference):
-    engine = toy_engine(AlwaysWrong(toy_model()))
+    engine = toy_engine(drafter(AlwaysWrong))
     names = [engine.add(p, Sampling(max_new_tokens=40)) for p in prompts]
     done = {}
     for round_number in range(200):
         if round_number == 5:
-            engine.set_drafter(AlwaysRight(toy_model()))
+            engine.set_drafter(drafter(AlwaysRight))
         if round_number == 9:
             engine.set_drafter(None)
         if round_number == 12:
-            engine.set_drafter(HalfRight(toy_model()))
+            engine.set_drafter(drafter(HalfRight))
         done |= {p.request_id: p.completion for p in engine.step() if p.completion}
     assert [done[n].token_ids for n in names] == reference
     assert engine.stats.fallbacks == {}
 
 
 def test_a_drafter_with_untapped_layers_is_refused_by_name():
-    drafter = AlwaysRight(toy_model())
-    drafter.target_layer_ids = (1,)
+    tapping = AlwaysRight(toy_model())
+    tapping.target_layer_ids = (1,)
     with pytest.raises(ValueError, match=r"taps layers \[1\]"):
-        toy_engine(drafter)
+        toy_engine(tapping)

@@ -109,13 +109,23 @@ def test_every_sequence_equals_its_solo_run(backend, script, name, prefill, adap
             assert tokens == alone
 
 
+@lru_cache
+def proposer() -> RandomProposer:
+    return RandomProposer(toy_model())
+
+
+@lru_cache
+def solo_drafted(prompt: int, sampling: Sampling) -> list[int]:
+    """One request alone, with the drafter that samples."""
+    return Engine(rows("torch"), proposer()).generate([PROMPTS[prompt]], sampling)[0].token_ids
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(script=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=2, max_size=6))
 def test_a_drafter_that_samples_gives_the_same_tokens_in_any_company(script):
     """Its drafts change which random numbers decide, so it is compared with its own solo run."""
     sampling = Sampling(max_new_tokens=16, temperature=1.0, seed=9)
-    proposer = RandomProposer(toy_model())
-    alone = [Engine(rows("torch"), proposer).generate([PROMPTS[i]], sampling)[0].token_ids for i in script]
-    engine = Engine(rows("torch"), proposer)
+    alone = [solo_drafted(i, sampling) for i in script]
+    engine = Engine(rows("torch"), proposer())
     assert [c.token_ids for c in engine.generate([PROMPTS[i] for i in script], sampling)] == alone
     assert engine.free_slots == 3

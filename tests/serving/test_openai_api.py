@@ -19,8 +19,9 @@ from serving.api_schema import OPENAI_PARAMETERS
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
+from serving.engine.sampling_defaults import SamplingDefaults
 from serving.engine.torch_rows import TorchRows
-from serving.generation import Defaults, ServedModel
+from serving.generation import ServedModel
 from serving.metrics import RequestMetrics
 from serving.openai_api import MAX_BODY_BYTES, make_app
 from tests.toy_target import AlwaysRight
@@ -260,8 +261,8 @@ def test_defaults_come_from_the_generation_config(served):
     class Config:
         temperature, top_p, top_k, repetition_penalty = 0.6, None, 20, 1.1
 
-    assert Defaults.of(Config()) == Defaults(temperature=0.6, top_p=1.0, top_k=20)
-    assert Defaults.of(served.target.generation_config) == Defaults()
+    assert SamplingDefaults.of(Config()) == SamplingDefaults(temperature=0.6, top_p=1.0, top_k=20)
+    assert SamplingDefaults.of(served.target.generation_config) == SamplingDefaults()
     without_seed = [
         run(served.client().completions.create(model="toy", prompt="hello")).choices[0].text for _ in range(4)
     ]

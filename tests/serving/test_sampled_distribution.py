@@ -1,110 +1,174 @@
 """Sampled output of the engine follows the target's distribution, whatever the drafter (chi-square).
 
-False-alarm rate per test 1e-4, on fixed seeds. The first emitted token comes from the prefill; the second and third
-from verify rounds: 10,000 requests make 20,000 samples of those, which are tested against probabilities computed by
-transformers alone.
+The first emitted token comes from the prefill; the second and third come from verify rounds and are the samples that
+count. They are tested against probabilities computed by transformers alone, given the tokens before them. The target
+is a toy of 16 tokens, so that most of those beginnings come up often enough to be tested one by one.
+
+Here a small part in seconds; `test_sampled_cross_product.py` has every drafter with every shape. False-alarm rate per
+test 1e-4, on fixed seeds: the draws are the same in every run.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from drafters import verify
+from drafters.checkpoint import as_drafter
+from drafters.drafter import Drafter
+from drafters.prompt_lookup import PromptLookupDrafter
+from drafters.verify import Verdict
+from serving.engine import round as engine_round
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling, target_probs
 from serving.engine.torch_rows import TorchRows
-from tests.drafters.test_verify import ALPHA, chi_square
-from tests.toy_target import VOCAB, AlwaysRight, AlwaysWrong, HalfRight, RandomProposer, toy_model
+from tests.drafters.test_verify import ALPHA, chi_square_parts
+from tests.toy_mtp import TAPS, toy_mtp
+from tests.toy_target import AlwaysRight, AlwaysWrong, HalfRight, RandomProposer, toy_model
 
-SAMPLES = 10_000  # requests
-PROMPT = [7, 77, 177]
+VOCAB = 16
+REQUESTS = 3000  # of a case here: two samples each
+NUM_SLOTS = 2500  # wide batches: the cost is Python's, by pass and by sequence
+PROMPT = [7, 3, 12]
+PROMPT_TO_LOOK_UP = [7, 3, 12, 0, 9, 15, 1, 7, 4, 10, 2, 14, 6, 13, 5, 11, 8, 3]  # every token has a successor here
+NEW_TOKENS = 3
 SHAPES = {
-    "t1": Sampling(temperature=1.0, max_new_tokens=3),
-    "t0.7": Sampling(temperature=0.7, max_new_tokens=3),
-    "top-k": Sampling(temperature=1.0, top_k=7, max_new_tokens=3),
-    "top-p": Sampling(temperature=1.2, top_p=0.8, max_new_tokens=3),
+    "t1": Sampling(temperature=1.0, max_new_tokens=NEW_TOKENS),
+    "t0.7": Sampling(temperature=0.7, max_new_tokens=NEW_TOKENS),
+    "top-k": Sampling(temperature=1.0, top_k=7, max_new_tokens=NEW_TOKENS),
+    "top-p": Sampling(temperature=1.2, top_p=0.8, max_new_tokens=NEW_TOKENS),
 }
-
-
-class AnyToken(RandomProposer):
-    """Samples from all tokens, so that most rejections leave a residual that differs from the target."""
-
-    def __init__(self, model):
-        super().__init__(model, candidates=VOCAB)
-
-
-CASES = [  # an argmax drafter takes another path through the engine than one that samples
-    (AlwaysRight, "t0.7"),
-    (AlwaysWrong, "top-k"),
-    (HalfRight, "top-p"),
-    (AnyToken, "t1"),
-    (RandomProposer, "top-k"),
+DRAFTERS: dict[str, Callable[[], Drafter]] = {  # those that sample go by the rejection rule, the others by the coupled
+    "always-right": lambda: AlwaysRight(target()),
+    "always-wrong": lambda: AlwaysWrong(target()),
+    "half-right": lambda: HalfRight(target()),
+    "random-few": lambda: RandomProposer(target(), candidates=6),
+    "random-any": lambda: RandomProposer(target(), candidates=VOCAB),
+    "prompt-lookup": lambda: PromptLookupDrafter(min_ngram=1),
+    "mtp-recursive": lambda: as_drafter(toy_mtp(target(), vocab_size=VOCAB, draft_vocab_size=VOCAB)),
+}
+CASES = [
+    ("half-right", "top-p"),
+    ("prompt-lookup", "t0.7"),
+    ("mtp-recursive", "t1"),
+    ("random-any", "t1"),
+    ("random-few", "top-k"),
 ]
 
 
-def wide_model():
+def new_target():
     """Its distributions are wide: many tokens, none certain."""
-    return toy_model(initializer_range=0.25)
+    return toy_model(vocab_size=VOCAB, initializer_range=0.25)
 
 
-@pytest.fixture(scope="module")
-def model():
+@lru_cache
+def target():
     """For the reference and for drafting; an engine changes the attention of the model that it takes over."""
-    return wide_model()
+    return new_target()
 
 
-def next_probs(model, ids: list[int], shape: Sampling) -> np.ndarray:
+@lru_cache
+def rows() -> TorchRows:
+    """One backend for all cases: every request begins its slot anew."""
+    return TorchRows(new_target(), num_slots=NUM_SLOTS, max_len=len(PROMPT_TO_LOOK_UP) + 6, target_layer_ids=TAPS)
+
+
+@lru_cache
+def next_probs(ids: tuple[int, ...], shape: Sampling) -> np.ndarray:
     with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[:, -1]
+        logits = target()(torch.tensor([ids])).logits[:, -1]
     params = torch.tensor([shape.temperature]), torch.tensor([shape.top_k]), torch.tensor([shape.top_p])
     return target_probs(logits, *params)[0].numpy()
 
 
-def emitted(drafter, shape: Sampling, samples: int = SAMPLES) -> Counter[tuple[int, ...]]:
-    rows = TorchRows(wide_model(), num_slots=400, max_len=16)
-    engine = Engine(rows, drafter, config=EngineConfig(num_draft_tokens=2, max_prefill_rows=2000))
-    params = [replace(shape, seed=seed) for seed in range(samples)]
-    completions = engine.generate([PROMPT] * samples, params)
+def emitted(drafter: str | None, shape: Sampling, requests: int = REQUESTS) -> Counter[tuple[int, ...]]:
+    """How often each sequence, prompt and three tokens, came out."""
+    prompt = PROMPT_TO_LOOK_UP if drafter == "prompt-lookup" else PROMPT
+    config = EngineConfig(num_draft_tokens=2, max_prefill_rows=len(prompt) * NUM_SLOTS)
+    engine = Engine(rows(), DRAFTERS[drafter]() if drafter else None, config=config)
+    params = [replace(shape, seed=seed) for seed in range(requests)]
+    gc.disable()  # tens of thousands of live objects and no cycle among them: collecting would take half the time
+    try:
+        completions = engine.generate([prompt] * requests, params)
+    finally:
+        gc.enable()
     assert engine.stats.fallbacks == {}
-    assert drafter is None or engine.stats.acceptance.rounds >= samples
-    return Counter(tuple(c.token_ids) for c in completions)
+    if drafter:
+        assert engine.stats.acceptance.rounds >= requests
+        assert engine.stats.acceptance.proposed_by_position[0] >= requests, "drafts were asked for and not offered"
+    return Counter((*c.prompt_ids, *c.token_ids) for c in completions)
 
 
-def worst_p(model, counts: Counter[tuple[int, ...]], shape: Sampling) -> float:
-    """Smallest p-value over the first token, and over the next one after each common beginning, times their number."""
+def num_verified(counts: Counter[tuple[int, ...]]) -> int:
+    """Tokens that verify rounds decided: all but the first of each answer."""
+    return (NEW_TOKENS - 1) * counts.total()
+
+
+def worst_p(counts: Counter[tuple[int, ...]], shape: Sampling) -> float:
+    """Smallest p-value over the first token, and over the next one after each beginning, times their number.
+
+    Beginnings that came up rarely are tested together, their statistics added up, so that every sample counts.
+    """
     observed: dict[tuple[int, ...], np.ndarray] = {}  # beginning -> how often each token followed
     for tokens, count in counts.items():
-        for depth, token in enumerate(tokens):
-            observed.setdefault(tokens[:depth], np.zeros(VOCAB))[token] += count
-    p_values = []
+        prompt_len = len(tokens) - NEW_TOKENS
+        for place in range(prompt_len, len(tokens)):
+            observed.setdefault(tokens[:place], np.zeros(VOCAB))[tokens[place]] += count
+    p_values, statistic, degrees, tested = [], 0.0, 0, 0.0
     for start, followed in observed.items():
-        if followed.sum() < 400:
-            continue
-        probs = next_probs(model, PROMPT + list(start), shape)
-        assert followed[probs == 0].sum() == 0, "a token outside top-k or top-p came out"
-        p_values.append(chi_square(followed[probs > 0], probs[probs > 0]))
-    assert len(p_values) > 3, "no verify round was tested"
+        probs = next_probs(start, replace(shape, seed=0))
+        possible = probs > 0
+        if followed[~possible].any():  # a token outside top-k or top-p
+            return 0.0
+        part = chi_square_parts(followed[possible], probs[possible])
+        if len(start) > prompt_len and part[1]:
+            tested += followed.sum()
+        if followed.sum() >= 200:
+            p_values.append(float(stats.chi2.sf(*part)) if part[1] else 1.0)
+        else:
+            statistic, degrees = statistic + part[0], degrees + part[1]
+    assert tested >= 0.8 * num_verified(counts), "verify rounds were hardly tested"
+    p_values.append(float(stats.chi2.sf(statistic, degrees)) if degrees else 1.0)
     return min(p_values) * len(p_values)
 
 
-@pytest.mark.parametrize(("kind", "shape"), CASES)
-def test_emitted_tokens_follow_the_target(kind, shape, model):
-    counts = emitted(kind(model) if kind else None, SHAPES[shape])
-    assert worst_p(model, counts, SHAPES[shape]) > ALPHA
+@pytest.mark.parametrize(("drafter", "shape"), CASES)
+def test_emitted_tokens_follow_the_target(drafter, shape):
+    assert worst_p(emitted(drafter, SHAPES[shape]), SHAPES[shape]) > ALPHA
 
 
-def test_a_wrong_temperature_is_found(model):
-    counts = emitted(None, SHAPES["t1"], samples=8000)
-    assert worst_p(model, counts, Sampling(temperature=0.8)) < 1e-8
+def test_a_wrong_temperature_is_found():
+    assert worst_p(emitted(None, SHAPES["t1"]), replace(SHAPES["t1"], temperature=0.8)) < 1e-8
 
 
-def test_a_wrong_rule_in_the_engine_is_found(model, monkeypatch: pytest.MonkeyPatch):
-    """After a rejection, the target's distribution in place of the residual."""
+def draw_from_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: after a rejection, the target's distribution in place of the residual."""
     monkeypatch.setattr(verify, "residual", lambda target_probs_BV, _ids, _probs: target_probs_BV)
-    counts = emitted(AnyToken(model), SHAPES["t1"], samples=20_000)
-    assert worst_p(model, counts, SHAPES["t1"]) < 1e-8
+
+
+def keep_some_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: one draft in ten is kept although the target drew another token."""
+    right = engine_round.verify_tokens
+
+    def wrong(target_tokens_BJ, drafts_BK, counts_B) -> Verdict:
+        if drafts_BK.shape[1]:
+            lucky_B = torch.arange(len(drafts_BK)) % 10 == 0
+            target_tokens_BJ = target_tokens_BJ.clone()
+            target_tokens_BJ[lucky_B, 0] = torch.where(counts_B > 0, drafts_BK[:, 0], target_tokens_BJ[:, 0])[lucky_B]
+        return right(target_tokens_BJ, drafts_BK, counts_B)
+
+    monkeypatch.setattr(engine_round, "verify_tokens", wrong)
+
+
+@pytest.mark.parametrize(("fault", "drafter"), [(draw_from_target, "random-any"), (keep_some_drafts, "prompt-lookup")])
+def test_a_wrong_rule_in_the_engine_is_found(fault, drafter, monkeypatch: pytest.MonkeyPatch):
+    fault(monkeypatch)
+    assert worst_p(emitted(drafter, SHAPES["t1"], requests=2 * REQUESTS), SHAPES["t1"]) < 1e-8
