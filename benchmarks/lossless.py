@@ -4,9 +4,9 @@
 
 Every prompt is decoded in full, and an eighth of them again with a random limit and an eighth again to be cancelled;
 they join in random order between rounds while the draft length changes at random (traffic.py). float32 must equal
-transformers' float32 `generate`, one prompt at a time, token for token; native bfloat16 its own plain decoding of one
-prompt at a time; torch bfloat16 may part from that at near-ties of the target only (near_ties.py). A finished
-combination is saved at once and not run again; exit status 1 if one of them failed.
+transformers' float32 `generate` token for token (batches of 8, and the prompt alone where an answer differs); native
+bfloat16 its own plain decoding of one prompt at a time; torch bfloat16 may part from that at near-ties of the target
+only (near_ties.py). A finished combination is saved at once and not run again; exit status 1 if one of them failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ import torch
 
 # siblings: the folder of a script that is run is where Python looks first
 from near_ties import Parting, find_parting, logits_of
-from references import AnswerCache, code_digest, plain_decode, transformers_decode, write_json
+from references import AnswerCache, Decode, code_digest, plain_decode, transformers_decode, write_json
 from traffic import Answer, Request, drive, plan_requests
 
 from drafters.checkpoint import read_config
@@ -43,6 +43,7 @@ from serving.engine.rows import RowsBackend
 
 ROOT = Path(__file__).parent.parent
 HF = "transformers float32"
+HF_BATCH = 8  # prompts of one `generate`
 SHOWN = 5  # differences printed for each combination
 
 
@@ -121,15 +122,25 @@ class Bench:
             return load_drafter_for(backend, path, self.target.path)
         return PromptLookupDrafter() if label == "prompt lookup" else None
 
-    def reference(self, backend: str, dtype: str) -> list[list[int]]:
-        """Answers of `transformers`, or of our own plain loop."""
+    def transformers_reference(self, doubtful: Iterable[int] = ()) -> list[list[int]]:
+        """Answers of `generate` in float32; of `doubtful` prompts, and those ever doubted, decoded alone."""
         torch.set_num_threads(TORCH_THREADS)
         tokens, known = self.args.tokens, versions()
-        if backend == "transformers":
-            name = f"{HF}, {tokens} tokens, target {self.fingerprint}, {known['transformers']}, torch {known['torch']}"
-            return self.cache.fill(
-                name, self.prompts, lambda: transformers_decode(self.model(dtype), self.target, tokens)
-            )
+        name = f"{HF}, {tokens} tokens, target {self.fingerprint}, {known['transformers']}, torch {known['torch']}"
+
+        def make() -> Decode:
+            return transformers_decode(self.model("float32"), self.target, tokens)
+
+        self.cache.fill(name, [self.prompts[i] for i in doubtful], make)
+        alone = self.cache.known(name, self.prompts)
+        left = [p for p, answer in zip(self.prompts, alone, strict=True) if answer is None]
+        batched = iter(self.cache.fill(f"{name}, batches of {HF_BATCH}", left, make, HF_BATCH))
+        return [next(batched) if answer is None else answer for answer in alone]
+
+    def own_reference(self, backend: str, dtype: str) -> list[list[int]]:
+        """Answers of our own plain loop, one prompt at a time."""
+        torch.set_num_threads(TORCH_THREADS)
+        tokens = self.args.tokens
         name = f"{backend} {dtype}, {tokens} tokens, target {self.fingerprint}, code {code_digest()}"
         return self.cache.fill(name, self.prompts, lambda: plain_decode(self.engine(backend, dtype, 1), tokens))
 
@@ -167,19 +178,19 @@ def strict(fields: dict, exact: bool) -> dict:
 def run_plain(bench: Bench, backend: str, dtype: str) -> Row:
     """Our own plain decoding, the reference of bfloat16, against transformers in float32."""
     started = time.perf_counter()
-    plain = bench.reference(backend, dtype)
+    plain = bench.own_reference(backend, dtype)
     seconds = time.perf_counter() - started
     answers = [Answer(Request(i, bench.args.tokens), token_ids, cancelled=False) for i, token_ids in enumerate(plain)]
-    found = compare(bench, bench.reference("transformers", "float32"), answers)
+    found = compare(bench, bench.transformers_reference(), answers)
     return Row(backend, dtype, "none, alone", 1, HF, False, cut=0, tau=None, seconds=seconds, **found)
 
 
 def run_traffic(bench: Bench, engine: Engine, dtype: str, label: str, batch: int) -> Row:
     backend = engine.backend.name
-    reference = bench.reference(backend, dtype) if dtype == "bfloat16" else bench.reference("transformers", dtype)
+    reference = bench.own_reference(backend, dtype) if dtype == "bfloat16" else bench.transformers_reference()
     rng = random.Random(f"{bench.args.seed} {backend} {dtype} {label} {batch}")
     requests = plan_requests(len(bench.rows), bench.args.tokens, rng)
-    torch.set_num_threads(1 if backend == "native" else TORCH_THREADS)
+    torch.set_num_threads(1 if engine.backend.native_threads else TORCH_THREADS)
     one = Engine(engine.backend, bench.drafter(label, engine.backend), eos_token_ids=bench.target.eos_token_ids)
     started, shown = time.perf_counter(), [time.perf_counter()]
 
@@ -192,6 +203,9 @@ def run_traffic(bench: Bench, engine: Engine, dtype: str, label: str, batch: int
     seconds = time.perf_counter() - started
     if one.stats.fallbacks:
         raise SystemExit(f"{backend}, {dtype}, {label}: the drafter failed ({one.stats.fallbacks})")
+    if dtype == "float32":
+        parted = {a.request.prompt for a in answers if a.token_ids != a.expected(reference[a.request.prompt])}
+        reference = bench.transformers_reference(parted)
     exact = dtype == "float32" or backend == "native"
     name = f"own plain {dtype}" if dtype == "bfloat16" else HF
     found = strict(compare(bench, reference, answers), exact)

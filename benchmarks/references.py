@@ -1,7 +1,6 @@
-"""Reference answers: greedy decoding of one prompt at a time, kept in a JSON file so that it is done once.
+"""Reference answers: greedy decoding by transformers' `generate` or by our own plain loop, done once and kept in JSON.
 
-In: prompts and a decoder, by transformers' `generate` or by our own plain loop. Out: their answers. Answers are kept
-under the decoder's name, which must hold all that they depend on.
+In: prompts and a decoder. Out: their answers, under the decoder's name, which must hold all that they depend on.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from drafters.target import Target
 from serving.engine.engine import Engine
 from serving.engine.sampling import Sampling
 
-Decode = Callable[[list[int]], list[int]]
+Decode = Callable[[list[list[int]]], list[list[int]]]  # prompts of one batch to their answers
 SAVE_EVERY_S = 10
 ROOT = Path(__file__).parent.parent
 
@@ -32,42 +31,59 @@ class AnswerCache:
         self.file = file
         self._answers: dict[str, dict[str, list[int]]] = json.loads(file.read_text()) if file.exists() else {}
 
-    def fill(self, decoder: str, prompts: list[list[int]], make_decode: Callable[[], Decode]) -> list[list[int]]:
-        """Answers to all prompts; `make_decode` is called only if one is missing."""
-        known = self._answers.setdefault(decoder, {})
-        keys = [hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16] for prompt in prompts]
-        missing = [i for i, key in enumerate(keys) if key not in known]
+    def known(self, decoder: str, prompts: list[list[int]]) -> list[list[int] | None]:
+        """Answers that are there already."""
+        answers = self._answers.get(decoder, {})
+        return [answers.get(_key(prompt)) for prompt in prompts]
+
+    def fill(
+        self, decoder: str, prompts: list[list[int]], make_decode: Callable[[], Decode], batch: int = 1
+    ) -> list[list[int]]:
+        """Answers to all prompts, `batch` decoded at a time; `make_decode` is called only if one is missing."""
+        answers = self._answers.setdefault(decoder, {})
+        missing = [prompt for prompt in prompts if _key(prompt) not in answers]
         if missing:
             decode = make_decode()
             started = saved = time.perf_counter()
-            for done, i in enumerate(missing, start=1):
-                known[keys[i]] = decode(prompts[i])
-                now = time.perf_counter()
+            for first in range(0, len(missing), batch):
+                group = missing[first : first + batch]
+                answers.update(zip(map(_key, group), decode(group), strict=True))
+                now, done = time.perf_counter(), first + len(group)
                 if now - saved > SAVE_EVERY_S or done == len(missing):
                     write_json(self.file, self._answers)
                     print(f"{decoder}: {done} of {len(missing)} prompts, {now - started:.0f} s", flush=True)
                     saved = now
-        return [known[key] for key in keys]
+        return [answers[_key(prompt)] for prompt in prompts]
+
+
+def _key(prompt: list[int]) -> str:
+    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
 
 
 def transformers_decode(model: torch.nn.Module, target: Target, tokens: int) -> Decode:
-    """`generate`, greedy, one prompt without padding."""
+    """`generate`, greedy, prompts padded on the left to one length."""
     ends = list(target.eos_token_ids)
 
-    def decode(prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
+    def decode(prompts: list[list[int]]) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[ends[0]] * (longest - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, eos_token_id=ends,
-            pad_token_id=ends[0] if ends else None, temperature=None, top_p=None,
+            ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, eos_token_id=ends, pad_token_id=ends[0],
+            temperature=None, top_p=None,
         )  # fmt: skip
-        return out[0, len(prompt) :].tolist()
+        answers = []
+        for row in out[:, longest:].tolist():
+            end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+            answers.append(row[:end])
+        return answers
 
     return decode
 
 
 def plain_decode(engine: Engine, tokens: int) -> Decode:
     """Our own loop without a drafter, one prompt with nobody beside it."""
-    return lambda prompt: engine.generate([prompt], Sampling(max_new_tokens=tokens))[0].token_ids
+    return lambda prompts: [engine.generate([p], Sampling(max_new_tokens=tokens))[0].token_ids for p in prompts]
 
 
 @functools.cache  # the code that runs is the code that lay here at the start
