@@ -33,6 +33,7 @@ TargetOption = Annotated[
 DtypeOption = Annotated[str, typer.Option(help="Of the target: float32 or bfloat16.")]
 BackendOption = Annotated[str, typer.Option(help="auto, native (C++ on CPUs) or torch (any target, CPU and GPU).")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+CudaGraphsOption = Annotated[bool, typer.Option("--cuda-graphs", help="With cuda: replay captured passes.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="No progress; the report as one JSON object.")]
 
 
@@ -138,6 +139,7 @@ def evaluate(
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",
     device: DeviceOption = "cpu",
+    cuda_graphs: CudaGraphsOption = False,
     output: Annotated[str | None, typer.Option(help="JSON file; default: evaluation.json beside the drafter.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -149,7 +151,8 @@ def evaluate(
 
         config = EvaluateConfig(
             target=target, drafter=drafter, prompts=prompts, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
-            batch=batch, num_draft_tokens=num_draft_tokens, dtype=dtype, backend=backend, device=device, output=output,
+            batch=batch, num_draft_tokens=num_draft_tokens, dtype=dtype, backend=backend, device=device,
+            cuda_graphs=cuda_graphs, output=output,
         )  # fmt: skip
         with show.stage(console, f"evaluate: {drafter} for {target} on {prompts}", as_json) as stage:
             report = run(config, stage.evaluate)
@@ -164,13 +167,14 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     model_name: Annotated[str | None, typer.Option(help="What clients ask for; default: the target's name.")] = None,
     num_draft_tokens: Annotated[int, typer.Option(min=0, help="Most drafts per round; 0: decode plainly.")] = 4,
-    adapt: Annotated[bool, typer.Option(help="Choose each round's number of drafts by cost.")] = True,
+    adapt: Annotated[bool, typer.Option(help="Choose each sequence's number of drafts by cost.")] = True,
     num_slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
     max_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt included.")] = 2048,
     num_replicas: Annotated[int, typer.Option(min=1)] = 1,
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",
     device: DeviceOption = "cpu",
+    cuda_graphs: CudaGraphsOption = False,
 ) -> None:
     """Answer OpenAI-style requests with the target and a drafter, until Ctrl-C."""
     with _one_line_errors():
@@ -181,7 +185,7 @@ def serve(
         config = ServeConfig(
             target=target, drafter=drafter, host=host, port=port, model_name=model_name,
             num_draft_tokens=num_draft_tokens, adapt_draft_length=adapt, num_slots=num_slots, max_len=max_len,
-            num_replicas=num_replicas,
+            num_replicas=num_replicas, cuda_graphs=cuda_graphs,
             **settings,
         )  # fmt: skip
         start_ray()

@@ -46,6 +46,7 @@ class EvaluateConfig:
     dtype: str = "float32"  # or bfloat16
     backend: str = "auto"  # auto, native, torch
     device: str = "cpu"  # or cuda
+    cuda_graphs: bool = False  # with cuda: capture decoding passes and replay them
     num_threads: int | None = None  # of torch; None leaves its own choice
     output: str | None = None  # JSON file; None: evaluation.json in the drafter's folder
 
@@ -113,6 +114,7 @@ def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], N
         max_len=min(target.max_len, longest + config.max_new_tokens + 32),
         drafter_path=Path(config.drafter),
         num_threads=config.num_threads,
+        cuda_graphs=config.cuda_graphs,
         config=EngineConfig(num_draft_tokens=config.num_draft_tokens),
     )
     output.parent.mkdir(parents=True, exist_ok=True)  # now rather than after minutes of work

@@ -48,13 +48,14 @@ class ServeConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     backend: str = "auto"  # forward passes: auto, torch or native
     device: str = "cpu"  # cpu, or cuda: one GPU per replica
+    cuda_graphs: bool = False  # with cuda: capture decoding passes and replay them
     num_slots: Positive = 8  # sequences decoded at once, per replica
     max_len: Positive = 2048  # tokens of a sequence, prompt included; cut to the target's own context
     max_waiting: Annotated[int, Field(ge=0)] = (
         64  # requests that may wait for a slot, per replica; further ones get 503
     )
     num_draft_tokens: Annotated[int, Field(ge=0)] = 4  # most drafts per round; 0 decodes plainly
-    adapt_draft_length: bool = True  # choose each round's number by cost, so that drafting switches itself off
+    adapt_draft_length: bool = True  # choose each sequence's number by cost, so that drafting switches itself off
     target_layer_ids: list[int] | None = None  # layers to tap beside the drafter's, for drafters swapped in later
     num_replicas: Positive = 1
     num_cpus: Annotated[float, Field(gt=0)] = 1.0  # logical CPUs that Ray sets aside per replica
@@ -134,6 +135,8 @@ def _check(config: ServeConfig) -> None:
     """What can be known before anything starts."""
     if not ray.is_initialized():
         raise ServeError("Ray does not run in this process; call ray.init() first")
+    if config.cuda_graphs and not config.device.startswith("cuda"):
+        raise ServeError(f"cuda_graphs needs a CUDA device, not {config.device}; give device cuda or leave it off")
     try:
         target = load_target(config.target)
         if config.drafter is not None:

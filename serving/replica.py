@@ -66,6 +66,7 @@ class Replica:
             drafter_path=Path(config.drafter) if config.drafter else None,
             target_layer_ids=config.target_layer_ids,
             num_threads=config.threads,
+            cuda_graphs=config.cuda_graphs,
             config=EngineConfig(num_draft_tokens=config.num_draft_tokens, adapt_draft_length=config.adapt_draft_length),
         )
         self._backend = engine.backend
