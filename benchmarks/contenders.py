@@ -15,6 +15,7 @@ import torch
 from gguf_file import write_gguf  # siblings: the folder of a script that is run is where Python looks first
 from llama_cpp import LlamaCpp
 
+from drafters.checkpoint import read_config
 from drafters.drafter import Drafter
 from drafters.prompt_lookup import PromptLookupDrafter
 from drafters.target import Target, load_model
@@ -36,13 +37,17 @@ class Contender:
     slow: bool  # decodes only the first batches of a run
     engine: Engine | None = None
     close: Callable[[], None] = lambda: None
-    run_s: list[float] = field(default_factory=list)  # seconds of each run
-    tokens: int = 0  # of one run
+    runs: list[list[tuple[int, float]]] = field(default_factory=list)  # per run: (tokens, seconds) of each batch
     outputs: list[list[int]] = field(default_factory=list)  # of the last run
 
-    def rates(self) -> list[float]:
-        """Tokens per second of each run."""
-        return [self.tokens / seconds for seconds in self.run_s]
+    @property
+    def adapts(self) -> bool:
+        """Whether the engine chooses its draft lengths."""
+        return self.engine is not None and self.engine.config.adapt_draft_length
+
+    def rates(self, batches: int | None = None) -> list[float]:
+        """Tokens per second of each run, over its first batches (None: all)."""
+        return [sum(t for t, _ in run[:batches]) / sum(s for _, s in run[:batches]) for run in self.runs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +113,7 @@ def our_contenders(setting: Setting, backend: str) -> list[Contender]:
     most, native = setting.num_draft_tokens, backend == "native"
     engine = build_engine(
         setting.target.path, dtype=setting.dtype, backend=backend, num_slots=setting.batch, max_len=MAX_LEN,
-        drafter_path=setting.drafter,
+        target_layer_ids=read_config(setting.drafter).target_layer_ids,
     )  # fmt: skip
     threads = torch.get_num_threads()  # what build_engine found best beside this backend
 

@@ -4,9 +4,9 @@
     python benchmarks/engine.py --drafter draftloop-out/quickstart/drafter
 
 Per dtype and batch size, every contender (contenders.py) decodes the same prompts greedily; a run is one pass over all
-of them, in an order that rotates. The slow ones, transformers and our torch backend, decode the first batches of a run
-only. Prints a table for each and writes them with their circumstances to benchmarks/results/. Needs a machine that
-does nothing else.
+of them, in an order that is drawn for each batch. The slow ones, transformers and our torch backend, decode the first
+batches of a run only, and ratios count the batches that both sides decoded. Prints a table for each and writes them
+with their circumstances to benchmarks/results/. Needs a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import random
 import statistics
 import subprocess
 import time
@@ -30,6 +31,9 @@ from pipelines.evaluate import versions
 from pipelines.prompts import read_prompts
 from serving.engine.build import DTYPES, TORCH_THREADS
 
+PAUSE_S = 0.2  # before each decode, so that the threads of the one before have gone to sleep
+ROOT = Path(__file__).parent.parent
+
 
 @dataclass(frozen=True)
 class Row:
@@ -39,7 +43,7 @@ class Row:
     tokens_per_s: float  # median over runs, all sequences together, prefill included
     low: float  # slowest run
     high: float  # fastest run
-    against_plain: float | None  # over our plain loop of the same backend, run by run: the median
+    against_plain: float | None  # over our plain loop of the same backend
     against_transformers: float  # over transformers' generate
     against_llama_cpp: float | None  # over llama.cpp in the nearest dtype
     tau: float | None
@@ -53,55 +57,59 @@ class Row:
 
 
 def measure(contenders: list[Contender], groups: list[list[list[int]]], runs: int, slow_groups: int) -> None:
+    """Decode all groups with everybody, `runs` times; the order is drawn anew for each group."""
     for contender in contenders:
         contender.decode(groups[0])  # warm up
         if contender.engine:
             contender.engine.reset_stats()
+    order = random.Random(0)
     for run in range(runs):
         for contender in contenders:
-            contender.run_s.append(0.0)
+            contender.runs.append([])
             contender.outputs = []
         for number, group in enumerate(groups):
-            shift = (run + number) % len(contenders)
-            for contender in contenders[shift:] + contenders[:shift]:
+            for contender in order.sample(contenders, len(contenders)):
                 if contender.slow and number >= slow_groups:
                     continue
+                time.sleep(PAUSE_S)
                 started = time.perf_counter()
                 outputs = contender.decode(group)
-                contender.run_s[-1] += time.perf_counter() - started
+                contender.runs[-1].append((sum(map(len, outputs)), time.perf_counter() - started))
                 contender.outputs += outputs
-        for contender in contenders:
-            contender.tokens = sum(len(o) for o in contender.outputs)
-        print(f"run {run + 1} of {runs}: " + ", ".join(f"{c.name} {c.tokens / c.run_s[-1]:.1f}" for c in contenders))
+        print(f"run {run + 1} of {runs}: " + ", ".join(f"{c.name} {c.rates()[-1]:.1f}" for c in contenders), flush=True)
 
 
 def row_of(contender: Contender, plain: Contender, peers: list[Contender], batch: int, weight_bytes: int) -> Row:
-    """`plain` is our plain loop on the contender's backend, native's for a peer."""
-    rates, plain_rates = contender.rates(), plain.rates()
-    speed = statistics.median(rates)
-    speed_of = {peer.name.split(",")[0]: statistics.median(peer.rates()) for peer in reversed(peers)}
+    """`plain` is our plain loop on the contender's backend, or on the first backend for a peer."""
     acceptance, timings = Acceptance(), None
     if contender.engine:
         acceptance, timings = contender.engine.stats.acceptance, contender.engine.stats.timings
-    fixed = contender.engine and not contender.engine.config.adapt_draft_length
+    # Predicted only where every round had as many drafts: T_verify depends on them.
+    fixed = len(set(acceptance.proposed_by_position)) == 1
     number = len(acceptance.proposed_by_position) if fixed else 0
     base = plain.engine.stats.timings.t_base(batch) if plain.engine and contender.engine else None
     draft = timings.t_draft(batch, number) if timings and number else None
     verify = timings.t_verify(batch, number) if timings and number else None
     known = acceptance.tau and base and draft and verify
     same = sum(a == b for a, b in zip(contender.outputs, plain.outputs, strict=False))
+    rates = contender.rates()
     return Row(
-        name=contender.name, tokens_per_s=speed, low=min(rates), high=max(rates),
-        against_plain=statistics.median(r / p for r, p in zip(rates, plain_rates, strict=True))
-        if contender.engine else None,
-        against_transformers=speed / speed_of["transformers"],
-        against_llama_cpp=speed / speed_of["llama.cpp"] if "llama.cpp" in speed_of else None,
+        name=contender.name, tokens_per_s=statistics.median(rates), low=min(rates), high=max(rates),
+        against_plain=ratio(contender, plain) if contender.engine else None,
+        against_transformers=ratio(contender, peers[0]),
+        against_llama_cpp=ratio(contender, peers[-1]) if peers[-1].name.startswith("llama.cpp") else None,
         tau=acceptance.tau, t_base_ms=_ms(base), t_draft_ms=_ms(draft), t_verify_ms=_ms(verify),
         s_predicted=base * acceptance.tau / (draft + verify) if known else None,
         gb_per_s=weight_bytes / base / 1e9 if base and contender is plain else None,
         equal=f"{same}/{min(len(contender.outputs), len(plain.outputs))}",
-        lengths=None if fixed or not contender.engine else dict(sorted(contender.engine.stats.draft_lengths.items())),
+        lengths=dict(sorted(contender.engine.stats.draft_lengths.items())) if contender.adapts else None,
     )  # fmt: skip
+
+
+def ratio(one: Contender, other: Contender) -> float:
+    """Tokens per second of one over the other's, run by run over the batches that both decoded: the median."""
+    common = min(len(one.runs[0]), len(other.runs[0]))
+    return statistics.median(a / b for a, b in zip(one.rates(common), other.rates(common), strict=True))
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -121,7 +129,7 @@ def copy_bandwidth() -> float:
 
 
 def weight_bytes(target_path: Path, dtype: str) -> int:
-    """Bytes of the target's weights, which a plain step reads once each."""
+    """Bytes of the target's weights: with tied embeddings, what a plain step reads once each."""
     numbers = 0
     for file in target_path.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -182,6 +190,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--backends", default="native,torch")
+    parser.add_argument("--name", default="engine", help="of the files in benchmarks/results")
     parser.add_argument("--llama-cpp", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
@@ -189,14 +198,16 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     target = load_target(args.target)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     facts = {
         "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(), "arguments": vars(args),
         "versions": versions(), "copy_gb_per_s": copy_bandwidth(), "tables": [],
     }  # fmt: skip
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
-    file = folder / f"engine-{facts['date']}"
+    file = folder / f"{args.name}-{facts['date']}"
     parts = [
         f"# Decode speed, {facts['date']}\n\n{args.tokens} new tokens, greedy, medians of {args.runs} runs, "
         f"{args.target} on {args.prompts}; copy bandwidth {facts['copy_gb_per_s']:.0f} GB/s read and written; commit "

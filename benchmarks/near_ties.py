@@ -3,7 +3,8 @@
 In: the target's logits for the common prefix, exact (float32) and rounded (bfloat16). The rule: rounding moved a logit
 by at most `error` = max |rounded - exact| over the vocabulary, a shift that all of them share (the median) left out; so
 it can only make a token the argmax that lies within 2 * error of the exact top. Both tokens within that bound: a
-near-tie. Any other token has another cause.
+near-tie. Any other token has another cause. The error is that of transformers' own bfloat16 pass, which stands in for
+ours, and a maximum: the rule is lenient, so the largest gap that was met is reported beside the counts.
 """
 
 from __future__ import annotations

@@ -72,7 +72,14 @@ def read_config(path: Path) -> MtpConfig:
     for name, value in raw.items():
         if not _is_value(types[name], value):
             raise CheckpointError(f"{path}/{CONFIG} has {value!r} as {name!r}; train the drafter anew")
-    return MtpConfig(**(raw | {"target_layer_ids": tuple(raw["target_layer_ids"])}))
+    config = MtpConfig(**(raw | {"target_layer_ids": tuple(raw["target_layer_ids"])}))
+    for wrong, what in (
+        (config.num_attention_heads % config.num_key_value_heads, "heads that its KV heads do not divide"),
+        (config.head_dim % 2, "an odd head_dim"),
+    ):
+        if wrong:
+            raise CheckpointError(f"{path}/{CONFIG} has {what}; train the drafter anew")
+    return config
 
 
 def _is_value(annotation: Any, value: Any) -> bool:
@@ -141,6 +148,8 @@ def load_module(
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path}/{WEIGHTS} cannot be loaded ({reason}); train the drafter anew") from None
+    if not 0 <= int(module.draft_vocab_ids.min()) <= int(module.draft_vocab_ids.max()) < config.vocab_size:
+        raise CheckpointError(f"{path}/{WEIGHTS} drafts tokens outside the vocabulary; train the drafter anew")
     module.bind(shared_weights(target_path, dtype))
     return module.to(device=device, dtype=dtype).eval().requires_grad_(False)
 

@@ -28,11 +28,10 @@ class TokenCounts:
     @classmethod
     def of(cls, sequences: list[TrainingSequence], vocab_size: int) -> TokenCounts:
         """Count; `vocab_size` is the target's."""
-        responses, prompts = (torch.zeros(vocab_size, dtype=torch.int64) for _ in range(2))
-        for sequence in sequences:
-            prompts += torch.bincount(sequence.ids[: sequence.prompt_len], minlength=vocab_size)
-            responses += torch.bincount(sequence.ids[sequence.prompt_len :], minlength=vocab_size)
-        return cls(responses, prompts)
+        empty = torch.empty(0, dtype=torch.int64)
+        responses = torch.cat([empty, *(s.ids[s.prompt_len :] for s in sequences)])
+        prompts = torch.cat([empty, *(s.ids[: s.prompt_len] for s in sequences)])
+        return cls(*(torch.bincount(ids, minlength=vocab_size) for ids in (responses, prompts)))
 
     def without(self, other: TokenCounts) -> TokenCounts:
         """The counts of all sequences but the other's."""

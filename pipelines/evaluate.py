@@ -6,6 +6,7 @@ meet the same machine; the outputs are compared token for token.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -216,7 +217,16 @@ def versions() -> dict[str, str]:
     """What a figure depends on: library versions and the machine's processor."""
     names = ("draftloop", "torch", "transformers")
     found = {name: importlib.metadata.version(name) for name in names if _installed(name)}
-    return found | {"python": platform.python_version(), "machine": platform.machine(), "cpus": str(os.cpu_count())}
+    return found | {"python": platform.python_version(), "processor": _processor(), "cpus": str(os.cpu_count())}
+
+
+def _processor() -> str:
+    """The model of the first CPU, or the architecture where the system does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _installed(name: str) -> bool:

@@ -127,6 +127,8 @@ def _restore(trainer: Trainer) -> list[CurvePoint]:
         return []
     with checkpoint.as_directory() as folder:
         state = torch.load(Path(folder) / STATE, weights_only=True, map_location="cpu")
+    if not torch.equal(state["module"]["draft_vocab_ids"], trainer.module.draft_vocab_ids.cpu()):
+        raise TrainError("the interrupted run drafted other tokens than this version would; give another --output")
     trainer.load_state_dict(state)
     return [CurvePoint(**point) for point in state["curve"]]
 

@@ -58,6 +58,7 @@ class TextEngine:
         self._max_len, self._name = engine.max_len, target.path.name
         self._in_flight = 2 * engine.num_slots  # prompts of one `generate` at a time, so that no slot waits
         self._engine: AsyncEngine | None = AsyncEngine(engine, max_waiting=MAX_WAITING)
+        self._lock = threading.Lock()  # nothing is submitted to a loop that is about to end
         # `generate` waits for a loop of its own: notebooks already run one in the calling thread
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="draftloop-text", daemon=True)
@@ -98,12 +99,13 @@ class TextEngine:
 
     def close(self) -> None:
         """Give up what is running, end the threads, let go of the weights. Closing twice does nothing."""
-        engine, self._engine = self._engine, None
+        with self._lock:
+            engine, self._engine = self._engine, None
         if engine is None:
             return
         engine.close(0 if engine.num_in_flight else CLOSE_DEADLINE_S)
         with suppress(TimeoutError):  # a `generate` in another thread is told before its loop ends
-            asyncio.run_coroutine_threadsafe(_others_end(), self._loop).result(CLOSE_DEADLINE_S)
+            asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result(2 * CLOSE_DEADLINE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_DEADLINE_S)
         if not self._thread.is_alive():
@@ -115,14 +117,14 @@ class TextEngine:
         """One answer per prompt, in their order, decoded together.
 
         A string becomes one user turn of the chat template, if the target has one and `raw` is off; a list of messages
-        is a conversation. `sampling`: max_new_tokens, temperature, top_p, top_k; what is left out follows the target's
-        generation config. Prompt i samples with `seed` + i (None: a new seed). Raises TextEngineError, RequestError,
-        PromptError or EngineError.
+        is a conversation. `sampling`: max_new_tokens (128), temperature, top_p, top_k; the last three follow the
+        target's generation config where they are left out. Prompt i samples with `seed` + i (None: a new seed).
+        Raises TextEngineError, RequestError, PromptError or EngineError.
         """
         requests = []
         first_seed = secrets.randbits(62) if seed is None else seed
         for i, prompt in enumerate(_listed(prompts)):
-            requests.append((self._encode(prompt, raw), self._sampling(first_seed + i, sampling)))
+            requests.append((self._encode(prompt, raw), self._sampling(_wrapped(first_seed + i), sampling)))
         for number, (ids, params) in enumerate(requests):
             self._check_room(ids, params, f"prompt {number}")
         return self._wait_for(self._answer_all(requests))
@@ -131,7 +133,10 @@ class TextEngine:
         self, prompt: Prompt, *, seed: int | None = None, raw: bool = False, **sampling: Any
     ) -> AsyncGenerator[str, None]:
         """Pieces of the answer's text as they come; see `generate`. Leaving early cancels the request."""
-        ids = self._encode(_listed(prompt)[0], raw)
+        prompts = _listed(prompt)
+        if len(prompts) != 1:
+            raise TextEngineError(f"stream takes one prompt, not {len(prompts)}; use generate for more")
+        ids = self._encode(prompts[0], raw)
         params = self._sampling(secrets.randbits(62) if seed is None else seed, sampling)
         self._check_room(ids, params, "the prompt")
         async with aclosing(self._pieces(ids, params)) as pieces:
@@ -212,10 +217,11 @@ class TextEngine:
         return self._engine
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._engine is None:
-            work.close()
-            self._running()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._engine is None:
+                work.close()
+                self._running()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -223,10 +229,19 @@ class TextEngine:
             raise
 
 
-async def _others_end() -> None:
-    """Wait until no other task of the running loop is left."""
+async def _end_others() -> None:
+    """Wait until no other task of the running loop is left; what is still there at the deadline is cancelled."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others)
+        _, left = await asyncio.wait(others, timeout=CLOSE_DEADLINE_S)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CLOSE_DEADLINE_S)
+
+
+def _wrapped(seed: int) -> int:
+    """A seed that counted past the largest goes on from the smallest."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -16,8 +16,9 @@ from drafters.packed_linear import PackLinear
 from drafters.target import load_model, load_target
 from serving.engine import native_build
 from serving.engine.engine import Engine, EngineConfig
+from serving.engine.native_linear import LinearMemory, NativeLinear
 from serving.engine.native_recursive_drafter import NativeRecursiveDrafter
-from serving.engine.native_rows import LinearMemory, NativeLinear, NativeRows
+from serving.engine.native_rows import NativeRows
 from serving.engine.rows import RowsBackend
 from serving.engine.torch_graphs import CudaCapture
 from serving.engine.torch_rows import TorchRows
@@ -88,7 +89,7 @@ def build_engine(
 
 
 def load_drafter_for(rows: RowsBackend, drafter_path: Path, target_path: Path) -> Drafter:
-    """A drafter on the backend's device, in its dtype or, where that is native, on its kernels. CheckpointError."""
+    """A drafter on the backend's device in its dtype or, where it runs on native kernels, on those. CheckpointError."""
     threads = rows.native_threads
     if not threads:
         return as_drafter(load_module(drafter_path, target_path, dtype=rows.dtype, device=rows.device))
@@ -131,7 +132,7 @@ def build_rows(
             target_layer_ids=target_layer_ids,
             pack=_pack_for_torch(model.dtype, device, num_threads or TORCH_THREADS),
             native_threads=num_threads or TORCH_THREADS,
-            capture=CudaCapture() if cuda_graphs else None,
+            capture=CudaCapture(device) if cuda_graphs else None,
         )
     return NativeRows(
         model,

@@ -15,11 +15,16 @@ import numpy as np
 
 _FASTER, _SLOWER = 0.3, 0.06  # weight of a timing below or above the running one: other processes only ever add time
 _OUTLIER = 3.0  # a timing counts at most so many times the running one
+_SURE = 3  # timings of which the least counts, before there is a running one
 _MEMORY = 64.0  # rounds after which an observation of acceptance has faded to a third
 _PRIOR_WEIGHT = 8.0  # rounds that a sequence's own acceptance must outweigh
 _PRIOR_ACCEPTANCE = 0.6  # of a position nothing is known about
 _FIRST_PROBES = (1, 1, 1, 0, 0, 0)  # drafts of the first rounds of all; more are tried as soon as they look faster
-_NEXT_PROBES = (1, 1)  # of another batch size's first rounds: its draft time is its own, passes are known by their rows
+_NEXT_PROBES = (
+    1,
+    1,
+    1,
+)  # of another batch size's first rounds: only its draft time is new, passes are known by rows
 _PROBE_SOON, _PROBE_EVERY, _PROBE_OFF = 8, 64, 1024  # rounds between trials: at first, later, while drafting is off
 _PROBE_ROUNDS = 2  # rounds of a probe: in the first, a drafter that was off catches up, which is not timed
 _PROMISING = 0.8  # of the best choice's speed: what a number must be thought to reach to be tried
@@ -32,17 +37,18 @@ class PositionAcceptance:
     accepted: list[float] = field(default_factory=list)
     tried: list[float] = field(default_factory=list)
 
-    def record(self, asked: int, accepted: int) -> None:
+    def record(self, asked: int, accepted: int, *, forget: bool = True) -> None:
         """One round that asked for `asked` drafts and kept the first `accepted`. Not offered is not accepted.
 
-        What was known of positions that were not asked for fades, so that they are judged like everybody's again.
+        With `forget`, what was known of positions that were not asked for fades, so that they are judged like
+        everybody's again.
         """
         missing = asked - len(self.tried)
         self.accepted += [0.0] * missing
         self.tried += [0.0] * missing
         fade = 1 - 1 / _MEMORY
         reached = min(accepted + 1, asked)
-        for j in (*range(reached), *range(asked, len(self.tried))):
+        for j in (*range(reached), *range(asked, len(self.tried) if forget else asked)):
             self.tried[j] *= fade
             self.accepted[j] *= fade
         for j in range(reached):
@@ -63,9 +69,14 @@ class _Curve:
 
     def __init__(self) -> None:
         self.points: dict[int, float] = {}
+        self._counts: Counter[int] = Counter()
 
     def record(self, x: int, seconds: float) -> None:
         known = self.points.setdefault(x, seconds)
+        self._counts[x] += 1
+        if self._counts[x] <= _SURE:
+            self.points[x] = min(known, seconds)
+            return
         weight = _FASTER if seconds < known else _SLOWER
         self.points[x] = known + weight * (min(seconds, _OUTLIER * known) - known)
 
@@ -98,8 +109,9 @@ class _Choice:
 class DraftLengthChooser:
     """Observes rounds and picks the next one's `num_draft_tokens` of every sequence."""
 
-    def __init__(self, max_draft_tokens: int):
-        self.max_draft_tokens = max_draft_tokens
+    def __init__(self, max_draft_tokens: int, *, equal_lengths: bool = False):
+        self.max_draft_tokens = max_draft_tokens  # may change between rounds
+        self._equal_lengths = equal_lengths  # one number for all sequences of a round
         self.acceptance = PositionAcceptance()  # over all sequences: the prior of each
         self._steps = _Curve()  # by rows of the pass
         self._drafts: dict[int, _Curve] = {}  # by batch, then by number
@@ -136,7 +148,7 @@ class DraftLengthChooser:
     def observe_acceptance(self, sequence: PositionAcceptance, asked: int, accepted: int) -> None:
         """What one sequence's round brought."""
         sequence.record(asked, accepted)
-        self.acceptance.record(asked, accepted)
+        self.acceptance.record(asked, accepted, forget=False)
 
     def tokens_per_s(self, sequences: Sequence[PositionAcceptance], number: int, plain_rows: int = 0) -> float | None:
         """Expected speed of a round with `number` drafts for everybody; None while a time is unknown."""
@@ -169,6 +181,8 @@ class DraftLengthChooser:
             order = np.argsort(-chances, kind="stable")
             tokens = plain_rows + batch + chances[order].cumsum()
             speeds = tokens / np.maximum(step[1 : len(tokens) + 1] + draft[longest], 1e-9)
+            if self._equal_lengths:
+                speeds[:-1] = 0.0  # all rows up to this longest draft, or another one
             rows = int(speeds.argmax())
             if speeds[rows] > found.tokens_per_s:
                 lengths = np.bincount(order[: rows + 1] % batch, minlength=batch)

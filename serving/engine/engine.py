@@ -20,7 +20,7 @@ import torch
 
 from drafters.acceptance import Acceptance
 from drafters.drafter import Drafter
-from serving.engine.draft_length import DraftLengthChooser
+from serving.engine.draft_length import DraftLengthChooser, PositionAcceptance
 from serving.engine.round import Drafts, Outcome, assemble_rows, decide, draft_request, usable_drafts
 from serving.engine.rows import RowsBackend
 from serving.engine.sampling import Sampling
@@ -238,9 +238,12 @@ class Engine:
         self._drafter, self._columns = drafter, columns
         self._chooser = None
         if drafter and self.config.adapt_draft_length:
-            self._chooser = DraftLengthChooser(min(self.config.num_draft_tokens, drafter.max_draft_tokens))
+            self._chooser = DraftLengthChooser(
+                min(self.num_draft_tokens, drafter.max_draft_tokens), equal_lengths=self.backend.wants_equal_runs
+            )
         for sequence in self._scheduler.running.values():
             sequence.observed, sequence.pending_features = 0, []
+            sequence.position_acceptance = PositionAcceptance()
             sequence.draftable = self._columns is None or sequence.cached == 0
 
     def reset_stats(self) -> None:
@@ -257,6 +260,7 @@ class Engine:
             return [0] * batch, Drafts.none(batch)
         sequences = [plan.decoding[i] for i in places]
         lengths = self._choose_lengths(sequences, plain_rows=batch - len(places))
+        lengths = [min(n, self.max_len - 1 - s.cached) for n, s in zip(lengths, sequences, strict=True)]  # room
         number = max(lengths)
         if number < 1:
             return [0] * batch, Drafts.none(batch)
@@ -264,14 +268,13 @@ class Engine:
         started = time.perf_counter()
         try:
             reply = self._drafter.draft(draft_request(sequences, number, self._columns))
-            room = [min(n, self.max_len - 1 - s.cached) for n, s in zip(lengths, sequences, strict=True)]
-            drafts = usable_drafts(reply, room, self.backend.vocab_size)
+            drafts = usable_drafts(reply, lengths, self.backend.vocab_size)
         except Exception as error:  # whatever the drafter does, the request goes on
             self._fall_back(sequences, error)
             return [0] * batch, Drafts.none(batch)
         for s in sequences:
             s.observed, s.pending_features = s.cached, []
-        if not plan.prefilling and catching_up <= self.config.num_draft_tokens + 1:
+        if not plan.prefilling and catching_up <= self.num_draft_tokens + 1:
             seconds = time.perf_counter() - started
             self.stats.timings.draft[len(sequences), number].append(seconds)
             if self._chooser:
@@ -287,8 +290,8 @@ class Engine:
         number = min(self.num_draft_tokens, self._drafter.max_draft_tokens)
         lengths = [number] * len(sequences)
         if self._chooser and number:
+            self._chooser.max_draft_tokens = number
             lengths = self._chooser.choose([s.position_acceptance for s in sequences], plain_rows)
-            lengths = [min(length, number) for length in lengths]
         self.stats.draft_lengths.update(lengths)
         return lengths
 

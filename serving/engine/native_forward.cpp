@@ -1,5 +1,5 @@
-// In: packed weights, KV slots, the rows of a pass (C structs filled by native_rows.py). Out: logits and features. The
-// whole pass runs in one parallel region; residual stream, KV, softmax and logits are fp32. Plain C calls at the end.
+// In: packed weights, KV slots, the rows of a pass (C structs filled by native_rows.py). Out: logits and features; the
+// recursive drafter and single linear layers beside it, for native_recursive_drafter.py and native_linear.py. The whole pass runs in one parallel region; residual stream, KV, softmax and logits are fp32. Plain C calls at the end.
 #include "native_layer.h"
 #include "native_recursive_head.h"
 
@@ -7,7 +7,7 @@ extern "C" {
 struct Pass {
     const int64_t *ids, *slots, *positions, *logit_rows;
     int64_t rows, num_logit_rows;
-    float *logits, *features;
+    float *logits, *features;  // features: null if nobody wants them
 };
 }
 
@@ -26,7 +26,8 @@ public:
 
     void run(int64_t first, int64_t rows) {
         const Groups groups(rows);
-        const Places places{p.slots + first, p.positions + first, p.features + first * m.taps * m.width};
+        float* features = p.features ? p.features + first * m.taps * m.width : nullptr;
+        const Places places{p.slots + first, p.positions + first, features};
         embed(first, rows);
         this->wait();
         for (int64_t i = 0; i < m.num_layers; ++i) this->layer(m.layers[i], places, groups);

@@ -47,6 +47,7 @@ class NativeRecursiveDrafter:
         self.target_layer_ids = module.config.target_layer_ids
         self.max_draft_tokens = max_draft_tokens
         self._config = module.config
+        self._frequency = module.inverse_frequency.detach().cpu()
         self._num_threads = num_threads
         self._library = declare(native_build.load(isa))
         self._packer = Packer(dtype)
@@ -64,7 +65,7 @@ class NativeRecursiveDrafter:
             self._slots, (1, num_slots, config.num_key_value_heads), max_len=capacity, head_dim=config.head_dim
         )
         self._layer[0].keys, self._layer[0].values = keys.data_ptr(), values.data_ptr()
-        cos, sin = _rope_tables(self._slots, config.rope_theta, config.head_dim, capacity)
+        cos, sin = _rope_tables(self._slots, self._frequency, capacity)
         model = self._struct.model
         model.num_slots, model.max_len, model.cos, model.sin = num_slots, capacity, cos.data_ptr(), sin.data_ptr()
         floats = self._library.draftloop_draft_workspace_floats(ctypes.byref(self._struct), self._num_threads)
@@ -85,6 +86,8 @@ class NativeRecursiveDrafter:
         positions_N = np.repeat(np.array(request.starts, dtype=np.int64), counts) + np.arange(len(slots_N)) - before
         tokens_N = request.tokens_N.contiguous()
         features_NF = request.features_NF.detach().to("cpu", torch.float32).contiguous()
+        if len(tokens_N) != len(slots_N):
+            raise ValueError(f"{len(tokens_N)} tokens for {len(slots_N)} pairs")
         if features_NF.shape != (len(slots_N), len(self.target_layer_ids) * self._config.hidden_size):
             raise ValueError(f"features of shape {tuple(features_NF.shape)} for {len(slots_N)} pairs")
         reply = empty_reply(len(counts)) if steps == 0 else None
@@ -148,9 +151,8 @@ def _pack_layer(packer: Packer, module: RecursiveHead) -> LayerStruct:
     )
 
 
-def _rope_tables(arena: Arena, theta: float, head_dim: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rope_tables(arena: Arena, frequency: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [length, head_dim / 2] in float32, as `RecursiveHead.rotate` computes them."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequency
     tables = []
     for values in (angles.cos(), angles.sin()):

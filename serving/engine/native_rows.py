@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from serving.engine import native_build
+from serving.engine.native_linear import threads_for
 from serving.engine.native_memory import Arena, aligned, kv_buffers
 from serving.engine.native_pack import (
     LayerStruct,
-    LinearStruct,
     ModelStruct,
     Packer,
     PassStruct,
@@ -31,7 +31,6 @@ from serving.engine.rows import Rows, RowsOutput
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies never change
-_BYTES_PER_THREAD = 1 << 20  # weights below which another thread costs more than it brings
 
 
 class NativeRows:
@@ -44,6 +43,7 @@ class NativeRows:
 
     name = "native"
     device = torch.device("cpu")
+    wants_equal_runs = False
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class NativeRows:
         lanes = (config.num_hidden_layers, num_slots, config.num_key_value_heads)
         self._keys, self._values = kv_buffers(Arena(), lanes, max_len=max_len, head_dim=_head_dim(config))
         self._layers, self._struct = self._pack(model)
-        self.native_threads: int | None = num_threads or _threads_for(self._packer.arena.bytes)
+        self.native_threads: int | None = num_threads or threads_for(self._packer.arena.bytes)
         floats = self._library.draftloop_workspace_floats(ctypes.byref(self._struct), self.native_threads)
         self._workspace = torch.zeros(floats + 16)
         self._logits, self._features = torch.empty(0), torch.empty(0)
@@ -112,10 +112,11 @@ class NativeRows:
         wanted = torch.arange(len(ids)) if rows.logit_rows is None else _int64(rows.logit_rows)
         taps = len(self.target_layer_ids) * self.hidden_size
         self._logits, logits_NV = _reuse(self._logits, len(wanted), self.vocab_size)
-        self._features, features_RF = _reuse(self._features, len(ids), taps)
+        wants_features = bool(taps) and rows.with_features
+        self._features, features_RF = _reuse(self._features, len(ids) if wants_features else 0, taps)
         task = PassStruct(
             *(t.data_ptr() for t in (ids, slots, positions, wanted)), len(ids), len(wanted),
-            logits_NV.data_ptr(), features_RF.data_ptr(),
+            logits_NV.data_ptr(), features_RF.data_ptr() if wants_features else None,
         )  # fmt: skip
         bad = ctypes.c_int64()
         error = self._library.draftloop_forward(
@@ -127,7 +128,7 @@ class NativeRows:
         )
         if error:
             raise ValueError(self._explain(error, bad.value, ids, slots, positions, wanted))
-        return RowsOutput(logits_NV=logits_NV, features_RF=features_RF if taps and rows.with_features else None)
+        return RowsOutput(logits_NV=logits_NV, features_RF=features_RF if wants_features else None)
 
     def _explain(self, error: int, i: int, ids: Tensor, slots: Tensor, positions: Tensor, wanted: Tensor) -> str:
         if error == 1:
@@ -175,73 +176,6 @@ class NativeRows:
         return layers, struct
 
 
-class LinearMemory:
-    """Huge pages and a workspace for `NativeLinear`s that never run at once, such as one model's."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.packer = Packer(dtype)
-        self.address = 0  # of the workspace
-        self._workspace = torch.empty(0)
-
-    def reserve(self, floats: int) -> None:
-        """Make the workspace large enough for one more linear."""
-        if len(self._workspace) < floats + 16:
-            self._workspace = torch.zeros(floats + 16)
-            self.address = aligned(self._workspace)
-
-
-class NativeLinear:
-    """x W^T + b with packed weights: [R, I] float32 -> [R, O] float32, each row the same bits in any company.
-
-    bfloat16 rounds weights and inputs, and sums in fp32. The result is a new tensor. `memory` (of the same dtype) is
-    what it shares with other linears, which then never run at the same time.
-    """
-
-    def __init__(
-        self,
-        weight_OI: Tensor,
-        bias: Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        num_threads: int | None = None,
-        isa: str | None = None,
-        memory: LinearMemory | None = None,
-    ):
-        self._library = declare(native_build.load(isa))
-        self._call = self._library.draftloop_linear
-        self._memory = memory or LinearMemory(dtype)
-        self.dtype = dtype
-        self.out_features, self.in_features = weight_OI.shape
-        before = self._memory.packer.arena.bytes
-        self._struct: LinearStruct = self._memory.packer.linear(weight_OI, bias)
-        self._pointer = ctypes.pointer(self._struct)  # made once: a model calls its linears hundreds of times a pass
-        self._bf16 = int(dtype == torch.bfloat16)
-        self.num_threads = num_threads or _threads_for(self._memory.packer.arena.bytes - before)
-        self._memory.reserve(self._library.draftloop_linear_workspace_floats(self._pointer, self.num_threads))
-
-    def __call__(self, x_RI: Tensor) -> Tensor:
-        if x_RI.ndim != 2 or x_RI.shape[1] != self.in_features:
-            raise ValueError(f"give rows of {self.in_features} inputs, not a tensor of shape {tuple(x_RI.shape)}")
-        return self._multiply(x_RI, self._pointer)
-
-    def weight(self) -> Tensor:
-        """The weights [O, I] in float32, rounded to `dtype`: the product of the identity, without the bias."""
-        plain = LinearStruct(self._struct.weight, None, self._struct.in_features, self._struct.out_features)
-        return self._multiply(torch.eye(self.in_features), ctypes.pointer(plain)).T.contiguous()
-
-    def _multiply(self, x_RI: Tensor, linear: Any) -> Tensor:
-        if x_RI.dtype != torch.float32 or not x_RI.is_cpu:
-            x_RI = x_RI.to("cpu", torch.float32)
-        x_RI = x_RI.contiguous()
-        rows = x_RI.shape[0]
-        y_RO = torch.empty(rows, self.out_features)
-        self._call(
-            linear, self._bf16, x_RI.data_ptr(), self.in_features, rows,
-            y_RO.data_ptr(), self._memory.address, self.num_threads,
-        )  # fmt: skip
-        return y_RO
-
-
 def _check(
     config: Any, dtype: torch.dtype, num_slots: int, max_len: int, taps: tuple[int, ...], num_threads: int | None
 ) -> None:
@@ -280,10 +214,6 @@ def _rope_tables(model: PreTrainedModel, max_len: int) -> tuple[Tensor, Tensor]:
     rotary = model.model.rotary_emb
     freqs = torch.arange(max_len, dtype=torch.float32)[:, None] * rotary.inv_freq.detach().cpu().float()[None, :]
     return freqs.cos() * rotary.attention_scaling, freqs.sin() * rotary.attention_scaling
-
-
-def _threads_for(weight_bytes: int) -> int:
-    return max(1, min(torch.get_num_threads(), weight_bytes // _BYTES_PER_THREAD))
 
 
 def _int64(tensor: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ class RowsBackend(Protocol):
     hidden_size: int  # width of one tap
     target_layer_ids: tuple[int, ...]  # tapped layers, counted from 0 at the first decoder layer's output
     native_threads: int | None  # of the native kernels, where it runs on them
+    wants_equal_runs: bool  # whether passes are much cheaper when every sequence brings as many rows
 
     def forward(self, rows: Rows) -> RowsOutput:
         """Run the rows through the target, writing their keys and values into the slots."""

@@ -33,11 +33,21 @@ Capture = Callable[[Pass], Pass]
 class CudaCapture:
     """`Capture` with CUDA graphs, which share one memory pool: only the latest output is ever needed."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        with torch.cuda.device(self._device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Pass) -> Pass:
+        with torch.cuda.device(self._device):  # a stream of another device would record nothing
+            previous = torch.cuda.current_stream()
+            try:
+                return self._captured(run)
+            finally:
+                torch.cuda.set_stream(previous)  # a capture that fails leaves its own stream behind
+
+    def _captured(self, run: Pass) -> Pass:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(WARMUP_RUNS):
@@ -49,7 +59,8 @@ class CudaCapture:
             output = run()
 
         def replay() -> RowsOutput:
-            graph.replay()
+            with torch.cuda.device(self._device):
+                graph.replay()
             return output
 
         return replay
@@ -142,11 +153,12 @@ class GraphedForward:
             return self._run(ids_R, positions_R, SlotPass(self._keys, self._values, flat_R, [group]))
 
         if len(self._graphs) >= self._max_graphs:
-            self._graphs.popitem(last=False)
+            evicted, _ = self._graphs.popitem(last=False)
+            del self._seen[evicted]  # it has to prove itself again
         try:
             captured = _Captured(static_3R, self._capture(run))
         except RuntimeError as error:  # such as experts chosen on the host, for which a capture cannot wait
-            log.warning("CUDA graphs are off, this target cannot be captured: %s", str(error).strip().splitlines()[0])
+            log.warning("CUDA graphs are off from here on, a capture failed: %s", str(error).strip().splitlines()[0])
             self._capture = None
             self._graphs.clear()
             return None

@@ -86,6 +86,7 @@ class TorchRows:
         for layer in self.target_layer_ids:
             decoder_layers[layer].register_forward_hook(self._tap(layer))
         self._graphs = GraphedForward(self._run, self._keys, self._values, capture) if capture else None
+        self.wants_equal_runs = capture is not None  # others have no graph
 
     def _tap(self, layer: int) -> Callable[..., None]:
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:  # a reference, no copy

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafters import checkpoint
 from drafters.checkpoint import (
@@ -138,6 +139,8 @@ def change(folder: Path, **values) -> None:
         ({"own_lm_head": 1}, "has 1 as 'own_lm_head'"),
         ({"target_layer_ids": 1}, "has 1 as 'target_layer_ids'"),
         ({"rope_theta": "x"}, "has 'x' as 'rope_theta'"),
+        ({"num_key_value_heads": 3}, "has heads that its KV heads do not divide"),
+        ({"head_dim": 7}, "has an odd head_dim"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_key(values, named, saved: Path, toy_target_dir: Path):
@@ -153,6 +156,14 @@ def test_weights_of_another_shape_are_refused(saved: Path, toy_target_dir: Path)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be loaded") as caught:
         load_module(saved, toy_target_dir)
     assert "\n" not in str(caught.value)
+
+
+def test_draft_tokens_outside_the_vocabulary_are_refused(saved: Path, toy_target_dir: Path):
+    weights = load_file(saved / "model.safetensors")
+    weights["draft_vocab_ids"][0] = -1
+    save_file(weights, saved / "model.safetensors")
+    with pytest.raises(CheckpointError, match="drafts tokens outside the vocabulary"):
+        load_module(saved, toy_target_dir)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])

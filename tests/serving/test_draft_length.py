@@ -124,3 +124,29 @@ def test_adapting_never_changes_the_output(kind):
     assert engine.stats.fallbacks == {}
     assert sum(engine.stats.draft_lengths.values()) > 0
     assert {0, 1} <= set(engine.stats.draft_lengths)  # what more it tries depends on the machine's times
+
+
+def test_one_slow_first_timing_does_not_switch_drafting_off():
+    simulation = Simulation([0.8] * 2).run(300)
+    four = Simulation([0.8] * 4)
+    four.chooser = simulation.chooser
+    four.chooser.observe_draft(4, 1, 40e-3)  # another process had the core
+    four.run(200)
+    assert four.chosen[(0,) * 4] < 20
+
+
+def test_equal_lengths_where_the_backend_wants_them():
+    simulation = Simulation([0.95, 0.1])
+    simulation.chooser = DraftLengthChooser(8, equal_lengths=True)
+    simulation.run(300)
+    assert {len(set(lengths)) for lengths in simulation.chosen} == {1}
+    assert simulation.tokens_per_s > 0.9 * max(
+        (sum(0.95**j for j in range(k + 1)) + sum(0.1**j for j in range(k + 1))) / (cpu_step(2 * k + 2) + k * 0.5e-3)
+        for k in range(9)
+    )
+
+
+def test_fewer_drafts_may_be_allowed_from_one_round_to_the_next():
+    simulation = Simulation([0.95]).run(100)
+    simulation.chooser.max_draft_tokens = 2
+    assert max(max(simulation.chooser.choose(simulation.sequences)) for _ in range(100)) == 2

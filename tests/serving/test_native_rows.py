@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from serving.engine import native_build
-from serving.engine.native_rows import NativeLinear, NativeRows
+from serving.engine.native_linear import NativeLinear
+from serving.engine.native_rows import NativeRows
 from serving.engine.rows import make_rows
 from tests.toy_target import toy_model
 
@@ -197,6 +198,18 @@ def test_only_wanted_logits_are_computed():
         out = rows.forward(make_rows([(0, 0, ids)], wanted))
         assert torch.equal(out.logits_NV, full[wanted])
         assert out.features_RF is None
+
+
+def test_features_are_left_out_where_nobody_wants_them():
+    """In a pass that is longer than the rows that go through the layers together, too."""
+    rows = native(build("llama, odd sizes"), target_layer_ids=(0, 1), num_slots=1, max_len=250)
+    ids = [i % 90 for i in range(230)]
+    with_features = rows.forward(make_rows([(0, 0, ids)]))
+    logits = with_features.logits_NV.clone()
+    assert with_features.features_RF.shape[0] == 230
+    without = rows.forward(make_rows([(0, 0, ids)], with_features=False))
+    assert without.features_RF is None
+    assert torch.equal(without.logits_NV, logits)
 
 
 def test_many_threads_and_instances_at_once():

@@ -97,6 +97,16 @@ def test_pieces_of_a_stream_are_the_answer(engine):
     assert all(pieces)
 
 
+@pytest.mark.parametrize("prompts", [[], ["one", "two"]])
+def test_a_stream_is_of_one_prompt(engine, prompts):
+    with pytest.raises(TextEngineError, match=f"stream takes one prompt, not {len(prompts)}"):
+        asyncio.run(anext(engine.stream(prompts)))
+
+
+def test_seeds_count_on_past_the_largest(engine):
+    assert len(engine.generate(["a", "b"], seed=2**63 - 1, max_new_tokens=2)) == 2
+
+
 def test_leaving_a_stream_cancels_it(engine):
     async def main() -> None:
         stream = engine.stream("hello", max_new_tokens=100)

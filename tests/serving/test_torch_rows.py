@@ -15,7 +15,7 @@ from torch import nn
 from drafters.packed_linear import PackedLinear, pack_linears
 from serving.engine import native_build
 from serving.engine.build import EngineBuildError, build_engine
-from serving.engine.native_rows import LinearMemory, NativeLinear
+from serving.engine.native_linear import LinearMemory, NativeLinear
 from serving.engine.rows import make_rows
 from serving.engine.sampling import Sampling
 from serving.engine.torch_rows import TorchRows
