@@ -30,6 +30,7 @@ class EngineSnapshot:
     waiting: int
     passes: int
     acceptance: Acceptance
+    draft_lengths: dict[int, int]  # by drafts asked for, 0 included: sequences of rounds that could have drafted
     fallbacks: dict[str, int]
     drafter: str | None
 
@@ -41,6 +42,7 @@ def engine_snapshot(engine: Engine) -> EngineSnapshot:
         waiting=engine.num_waiting,
         passes=engine.stats.passes,
         acceptance=deepcopy(engine.stats.acceptance),
+        draft_lengths=dict(engine.stats.draft_lengths),
         fallbacks=dict(engine.stats.fallbacks),
         drafter=engine.drafter_name,
     )
@@ -149,6 +151,14 @@ class _EngineCollector(Collector):
         for position, value in enumerate(acceptance.accepted_by_position):
             positions.add_metric((self._model_name, engine.drafter or "", str(position)), value)
         yield positions
+        lengths = CounterMetricFamily(
+            "spec_decode_draft_lengths",
+            "Sequences of rounds by the drafts asked for",
+            labels=("model_name", "drafter", "num_draft_tokens"),
+        )
+        for length, value in sorted(engine.draft_lengths.items()):
+            lengths.add_metric((self._model_name, engine.drafter or "", str(length)), value)
+        yield lengths
         fallbacks = CounterMetricFamily(
             "spec_decode_fallbacks", "Rounds decoded plainly because of the drafter", labels=("model_name", "reason")
         )

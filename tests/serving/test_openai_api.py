@@ -252,6 +252,8 @@ def test_models_health_and_metrics(served):
     assert "/v1/chat/completions" in schema.json()["paths"]
     figures = dict(line.rsplit(" ", 1) for line in metrics.text.splitlines() if not line.startswith("#"))
     assert float(figures['spec_decode_num_drafts_total{drafter="always-right",model_name="toy"}']) > 0
+    lengths = [float(value) for name, value in figures.items() if name.startswith("spec_decode_draft_lengths_total{")]
+    assert sum(lengths) > 0
     assert float(figures['request_total{finished_reason="length",model_name="toy"}']) > 0
     assert float(figures['generation_tokens_total{model_name="toy"}']) > 0
     assert float(figures['num_requests_running{model_name="toy"}']) == 0
