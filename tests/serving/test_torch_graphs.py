@@ -66,8 +66,10 @@ def decode_side_by_side(graphed: TorchRows, eager: TorchRows, slots: int, width:
         torch.testing.assert_close(mine.features_RF, theirs.features_RF, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("capture", [Again, Recorded])
-@pytest.mark.parametrize("family", ["llama, own heads", SLIDING, "gemma2, soft-capping and sliding"])
+@pytest.mark.parametrize(
+    ("capture", "family"),
+    [(Again, "llama, own heads"), (Again, "gemma2, soft-capping and sliding"), (Recorded, SLIDING)],
+)
 @pytest.mark.parametrize(("slots", "width"), [(1, 1), (3, 4)])
 def test_replayed_passes_equal_eager_ones(family, slots, width, capture):
     capture = capture()
@@ -81,7 +83,7 @@ def test_replayed_passes_equal_eager_ones(family, slots, width, capture):
 
 @pytest.mark.parametrize(
     ("kind", "num_slots", "family"),
-    [(None, 1, None), (None, 3, SLIDING), (AlwaysRight, 1, None), (AlwaysRight, 3, None), (HalfRight, 3, SLIDING)],
+    [(None, 1, None), (AlwaysRight, 3, None), (HalfRight, 3, SLIDING)],
 )
 def test_greedy_output_is_that_of_the_eager_engine(kind, num_slots, family):
     """Five requests of different lengths through the slots: they join while others decode, and leave gaps."""
