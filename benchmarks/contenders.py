@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from gguf_file import write_gguf  # siblings: the folder of a script that is run is where Python looks first
 from llama_cpp import LlamaCpp
+from references import Decode, transformers_decode
 
 from drafters.checkpoint import read_config
 from drafters.drafter import Drafter
@@ -23,7 +24,6 @@ from serving.engine.build import DTYPES, TORCH_THREADS, build_engine, load_draft
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
 
-Decode = Callable[[list[list[int]]], list[list[int]]]
 MAX_LEN = 1024
 LOOKUP_TOKENS = 8  # drafts of a prompt lookup, ours and transformers'
 
@@ -66,30 +66,19 @@ def transformers_contenders(setting: Setting) -> list[Contender]:
     """`generate`, as one left-padded batch; at batch 1 with prompt lookup too, which knows no larger one."""
     target = setting.target
     model = load_model(target.path, DTYPES[setting.dtype])
-    pad = target.tokenizer.pad_token_id if target.tokenizer.pad_token_id is not None else target.eos_token_ids[0]
 
-    def decode(prompts: list[list[int]], **options: object) -> list[list[int]]:
-        torch.set_num_threads(TORCH_THREADS)
-        longest = max(len(p) for p in prompts)
-        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=setting.tokens, do_sample=False,
-            eos_token_id=list(target.eos_token_ids), pad_token_id=pad, temperature=None, top_p=None, **options,
-        )  # fmt: skip
-        answers = []
-        for row in out[:, longest:].tolist():
-            ends = [i for i, token in enumerate(row) if token in target.eos_token_ids]
-            answers.append(row[: ends[0] + 1] if ends else row)
-        return answers
+    def contender(name: str, **options: object) -> Contender:
+        generate = transformers_decode(model, target, setting.tokens, **options)
 
-    found = [Contender("transformers, generate", decode, slow=True)]
+        def decode(prompts: list[list[int]]) -> list[list[int]]:
+            torch.set_num_threads(TORCH_THREADS)
+            return generate(prompts)
+
+        return Contender(f"transformers, {name}", decode, slow=True)
+
+    found = [contender("generate")]
     if setting.batch == 1:
-        found.append(
-            Contender(
-                "transformers, prompt lookup", lambda p: decode(p, prompt_lookup_num_tokens=LOOKUP_TOKENS), slow=True
-            )
-        )
+        found.append(contender("prompt lookup", prompt_lookup_num_tokens=LOOKUP_TOKENS))
     return found
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import random
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 from contenders import Contender, Setting, llama_cpp_contender, our_contenders, transformers_contenders
+from references import write_json, write_text
 from safetensors import safe_open
 
 from drafters.acceptance import Acceptance
@@ -133,7 +133,7 @@ def weight_bytes(target_path: Path, dtype: str) -> int:
     numbers = 0
     for file in target_path.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            numbers += sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118
+            numbers += sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118 - no dict
     return numbers * DTYPES[dtype].itemsize
 
 
@@ -205,9 +205,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(), "arguments": vars(args),
         "versions": versions(), "copy_gb_per_s": copy_bandwidth(), "tables": [],
     }  # fmt: skip
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    file = folder / f"{args.name}-{facts['date']}"
+    file = Path(__file__).parent / "results" / f"{args.name}-{facts['date']}"
     parts = [
         f"# Decode speed, {facts['date']}\n\n{args.tokens} new tokens, greedy, medians of {args.runs} runs, "
         f"{args.target} on {args.prompts}; copy bandwidth {facts['copy_gb_per_s']:.0f} GB/s read and written; commit "
@@ -225,8 +223,8 @@ def main() -> None:
             facts["tables"].append({"dtype": dtype, "batch": batch, "rows": [asdict(r) for r in rows]})
             parts.append(f"## {dtype}, batch {batch}, {len(prompts)} prompts\n\n{table(rows)}\n")
             print(parts[-1])
-            file.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n")
-            file.with_suffix(".md").write_text("\n".join(parts))
+            write_json(file.with_suffix(".json"), facts)
+            write_text(file.with_suffix(".md"), "\n".join(parts))
 
 
 if __name__ == "__main__":

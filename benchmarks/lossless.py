@@ -28,7 +28,7 @@ import torch
 
 # siblings: the folder of a script that is run is where Python looks first
 from near_ties import Parting, find_parting, logits_of
-from references import AnswerCache, Decode, code_digest, plain_decode, transformers_decode, write_json
+from references import AnswerCache, Decode, code_digest, plain_decode, transformers_decode, write_json, write_text
 from traffic import Answer, Request, drive, plan_requests
 
 from drafters.checkpoint import read_config
@@ -327,7 +327,7 @@ def main() -> None:
         f"commit {facts['commit']}, code {same['code']}; {facts['versions']}"
     )
     text = f"{title}\n\n{table(facts['rows'])}\n"
-    file.with_suffix(".md").write_text(text)
+    write_text(file.with_suffix(".md"), text)
     print(f"\n{text}")
     sys.exit(1 if any(row["otherwise"] for row in facts["rows"]) else 0)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from drafters.target import Target
+from pipelines.atomic_files import AtomicFolder
 from serving.engine.engine import Engine
 from serving.engine.sampling import Sampling
 
@@ -60,8 +60,8 @@ def _key(prompt: list[int]) -> str:
     return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
 
 
-def transformers_decode(model: torch.nn.Module, target: Target, tokens: int) -> Decode:
-    """`generate`, greedy, prompts padded on the left to one length."""
+def transformers_decode(model: torch.nn.Module, target: Target, tokens: int, **options: object) -> Decode:
+    """`generate`, greedy, prompts padded on the left to one length; `options` go to it too."""
     ends = list(target.eos_token_ids)
 
     def decode(prompts: list[list[int]]) -> list[list[int]]:
@@ -70,7 +70,7 @@ def transformers_decode(model: torch.nn.Module, target: Target, tokens: int) -> 
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         out = model.generate(
             ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, eos_token_id=ends, pad_token_id=ends[0],
-            temperature=None, top_p=None,
+            temperature=None, top_p=None, **options,
         )  # fmt: skip
         answers = []
         for row in out[:, longest:].tolist():
@@ -94,8 +94,10 @@ def code_digest() -> str:
 
 
 def write_json(file: Path, content: object) -> None:
+    """Write a JSON file whole or not at all."""
+    write_text(file, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    work = file.with_name(f".{file.name}.part")
-    work.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(work, file)
+    AtomicFolder(str(file.parent), scratch=".").write(file.name, text.encode())

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from drafters.target import Target, load_target
 from serving.detokenize import Detokenizer
@@ -223,7 +223,7 @@ class TextEngine:
                 self._running()
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            return future.result()  # the stall timeout of AsyncEngine.stream bounds every token of it
         except BaseException:
             future.cancel()  # Ctrl-C: nobody waits for these tokens any more
             raise
@@ -249,7 +249,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], Mapping):
-        return [prompts]  # type: ignore[list-item]
+        return [cast(Prompt, prompts)]
     if not isinstance(prompts, Sequence) or not all(isinstance(prompt, Sequence) for prompt in prompts):
         raise TextEngineError("a prompt is a string or a list of messages; give one of them or a list of them")
-    return list(prompts)  # type: ignore[arg-type]
+    return cast(list[Prompt], list(prompts))

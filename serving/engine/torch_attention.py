@@ -31,23 +31,28 @@ class RowGroup:
     positions: Tensor  # [slots, width] position of every place; padding repeats position 0
     length: int  # keys to look at
     has_later_keys: bool = False  # keys past a lone row's own position are among them, and need a mask
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
+    masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)  # by window and repeats
 
-    def mask(self, window: int | None, like: Tensor) -> Tensor | None:
-        """Additive mask [slots, 1, width, length], or None where every key may be seen."""
+    def mask(self, window: int | None, repeats: int, like: Tensor) -> Tensor | None:
+        """Additive mask [slots, 1, repeats * width, length], or None where every key may be seen.
+
+        Made once a pass. `repeats` query heads share a KV head, their rows one after another.
+        """
         if window is not None and window >= self.length:
             window = None
-        if window not in self.masks:
+        if (window, repeats) not in self.masks:
             key_L = torch.arange(self.length, device=like.device)
             query = self.positions[:, :, None]
             seen = key_L <= query
             if window is not None:
                 seen &= key_L > query - window
             single = self.slots == 1 and self.width == 1 and window is None and not self.has_later_keys
-            self.masks[window] = (
-                None if single else torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, float("-inf"))[:, None]
-            )
-        return self.masks[window]
+            mask = None
+            if not single:
+                mask = torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, float("-inf"))
+                mask = mask.repeat(1, repeats, 1)[:, None]
+            self.masks[window, repeats] = mask
+        return self.masks[window, repeats]
 
 
 @dataclass
@@ -75,8 +80,8 @@ def slot_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Write keys and values into the slots, attend each row to its own slot; returns [1, R, heads, head_dim]."""
-    layer = module.layer_idx
-    keys, values = slot_pass.keys[layer], slot_pass.values[layer]  # type: ignore[index]
+    layer: Any = module.layer_idx  # an int, which nn.Module's own annotation does not tell
+    keys, values = slot_pass.keys[layer], slot_pass.values[layer]
     keys.flatten(0, 1).index_copy_(0, slot_pass.flat_R, key[0].transpose(0, 1).to(keys.dtype))
     values.flatten(0, 1).index_copy_(0, slot_pass.flat_R, value[0].transpose(0, 1).to(values.dtype))
     query_RHD = query[0].transpose(0, 1)
@@ -109,9 +114,7 @@ def _attend(
     slots = slice(group.first_slot, group.first_slot + group.slots)
     key_SHLD = keys[slots, : group.length].transpose(1, 2)
     value_SHLD = values[slots, : group.length].transpose(1, 2)
-    mask = group.mask(window, query_RHD)
-    if mask is not None and heads != kv_heads:
-        mask = mask.repeat(1, 1, heads // kv_heads, 1)
+    mask = group.mask(window, heads // kv_heads, query_RHD)
     if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(folded, key_SHLD, value_SHLD, attn_mask=mask, scale=scaling)
     else:
