@@ -29,14 +29,18 @@ class DraftRequest:
     first_tokens: list[int]  # B, the token at position 0 of each sequence, which no pair carries
     tokens_N: Tensor  # int64, the token at p + 1
     features_NF: Tensor | None  # the tapped hidden states at p, concatenated over layers; None if the drafter taps none
-    num_draft_tokens: int  # drafts wanted per sequence (K); 0: only take note of the pairs
+    num_draft_tokens: int  # drafts wanted per sequence (K), or a tree's greatest depth; 0: only take note of the pairs
+    tree_nodes: int = 0  # most nodes of each sequence's draft tree; 0: a chain of num_draft_tokens
     temperatures: list[float]  # B, 0 is greedy; only drafters that sample look at it
     seeds: list[int]  # B, seeds of the sequences' random streams
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseProbs:
-    """The distribution each draft was drawn from, over C candidates; probability elsewhere is 0."""
+    """The distribution each draft was drawn from, over C candidates; probability elsewhere is 0.
+
+    In a tree, siblings are drawn one after another without replacement, and all carry the distribution of the first.
+    """
 
     ids_BKC: Tensor  # int64, distinct per (B, K)
     probs_BKC: Tensor  # float, sums to 1 over C
@@ -44,11 +48,18 @@ class SparseProbs:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftReply:
-    """K drafts for each of B sequences; `counts` says how many of them are meant (None: all K)."""
+    """K drafts for each of B sequences; `counts` says how many of them are meant (None: all K).
+
+    With `parents_BK` they are the nodes of a tree: node j follows node `parents_BK[b, j]` < j, or the anchor (-1), and
+    the children of a node are distinct. The target decides between siblings in their order. Likelier nodes come first,
+    so that any beginning of a tree is a tree.
+    """
 
     tokens_BK: Tensor  # int64
     counts: list[int] | None = None  # B, drafts offered per sequence, 0..K
-    probs: SparseProbs | None = None  # None: the drafter proposes its argmax (one-hot draft_probs)
+    probs: SparseProbs | None = None  # None: the drafter proposes its likeliest tokens (one-hot draft_probs)
+    parents_BK: Tensor | None = None  # int64; None: a chain
+    confidence_BK: Tensor | None = None  # float, the drafter's own probability that a node and all above it are kept
 
 
 def empty_reply(batch: int) -> DraftReply:
@@ -63,6 +74,7 @@ class Drafter(Protocol):
     name: str  # what tables and logs call it
     target_layer_ids: tuple[int, ...]  # tapped layers, counted from 0 at the first decoder layer's output; () for none
     max_draft_tokens: int  # the most drafts that one request may ask for
+    max_tree_nodes: int  # the most nodes of a tree, 0 for drafters that score no alternatives
 
     def draft(self, request: DraftRequest) -> DraftReply:
         """Take note of the pairs, then propose `request.num_draft_tokens` tokens after each sequence's anchor."""

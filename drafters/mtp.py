@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.packed_linear import PackedLinear, PackLinear, pack_linears
+from drafters.drafter_module import DrafterModule, DraftLogits
 from drafters.target import SharedWeights
-from drafters.training_batch import IGNORED, TrainingBatch
+from drafters.training_batch import TrainingBatch
 
 Kind = Literal["recursive", "independent"]
 
@@ -47,54 +47,6 @@ class MtpConfig:
         return asdict(self) | {"target_layer_ids": list(self.target_layer_ids)}
 
 
-class MtpModule(nn.Module):
-    """What both kinds share: the borrowed weights, the draft vocabulary, labels."""
-
-    draft_vocab_ids: Tensor  # int64 [draft_vocab_size], ascending token ids
-    embedding_VD: Tensor
-    lm_head_WD: Tensor  # rows of the target's LM head for the draft vocabulary
-
-    def __init__(self, config: MtpConfig):
-        super().__init__()
-        self.config = config
-        self._packed_head: PackedLinear | None = None
-        self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
-        self.register_buffer("embedding_VD", torch.empty(0), persistent=False)
-        self.register_buffer("lm_head_WD", torch.empty(0), persistent=False)
-        self.register_buffer("index_of_token_V", torch.empty(0, dtype=torch.int64), persistent=False)
-
-    def bind(self, shared: SharedWeights) -> None:
-        """Borrow the target's embedding and LM head; call again after `draft_vocab_ids` changed."""
-        if tuple(shared.embedding_VD.shape) != (self.config.vocab_size, self.config.hidden_size):
-            raise ValueError(
-                f"the target's embedding is {tuple(shared.embedding_VD.shape)}, the drafter was made for "
-                f"({self.config.vocab_size}, {self.config.hidden_size}); load it with its own target"
-            )
-        self.embedding_VD = shared.embedding_VD
-        whole = len(self.draft_vocab_ids) == self.config.vocab_size
-        self.lm_head_WD = shared.lm_head_VD if whole else shared.lm_head_VD[self.draft_vocab_ids.cpu()].contiguous()
-        index = torch.full((self.config.vocab_size,), IGNORED, dtype=torch.int64)
-        index[self.draft_vocab_ids.cpu()] = torch.arange(len(self.draft_vocab_ids))
-        self.index_of_token_V = index
-
-    def pack(self, pack: PackLinear) -> None:
-        """Run all matrix products with another kernel from now on (inference only). Call after `bind`."""
-        pack_linears(self, pack)
-        self._packed_head = PackedLinear(self.lm_head_WD, None, pack)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., W] over the draft vocabulary from normalised hidden states [..., D], by the target's LM head."""
-        return self._packed_head(hidden) if self._packed_head is not None else F.linear(hidden, self.lm_head_WD)
-
-    def draft_labels(self, labels: Tensor) -> Tensor:
-        """Token ids as indices into the draft vocabulary; IGNORED where unknown or outside it."""
-        return torch.where(labels == IGNORED, IGNORED, self.index_of_token_V[labels.clamp(min=0)])
-
-    def forward(self, batch: TrainingBatch) -> Tensor:
-        """Logits [B, A, K, W] of all steps at all anchors over the draft vocabulary (W)."""
-        raise NotImplementedError
-
-
 class ResidualHead(nn.Module):
     """h + MLP(h), MLP = LayerNorm, Linear(D, eD), SiLU, Dropout, Linear(eD, D), LayerNorm."""
 
@@ -117,8 +69,10 @@ class ResidualHead(nn.Module):
         return hidden + self.mlp(hidden)
 
 
-class IndependentHeads(MtpModule):
+class IndependentHeads(DrafterModule):
     """K heads on the target's last tapped hidden state at p; head k predicts the token at p + 1 + k by itself."""
+
+    config: MtpConfig
 
     def __init__(self, config: MtpConfig):
         super().__init__(config)
@@ -148,13 +102,14 @@ class IndependentHeads(MtpModule):
             return torch.einsum("nkd,kwd->nkw", hidden_NKD, self.lm_heads)
         return self.head(hidden_NKD)
 
-    def forward(self, batch: TrainingBatch) -> Tensor:
+    def forward(self, batch: TrainingBatch) -> DraftLogits:
         rows = torch.arange(len(batch.ids_BT), device=batch.ids_BT.device)[:, None]
         features = batch.features_BTF[rows, batch.anchors_BA]
-        return self.step_logits(features.flatten(0, 1)).unflatten(0, batch.anchors_BA.shape)
+        logits = self.step_logits(features.flatten(0, 1)).unflatten(0, batch.anchors_BA.shape)
+        return DraftLogits(logits, {})
 
 
-class RecursiveHead(MtpModule):
+class RecursiveHead(DrafterModule):
     """One transformer layer over [embedding of the last token ; hidden], applied K times with shared weights.
 
     Step 1 runs over every verified pair and leaves its keys and values behind: the context. Step k > 1 takes the
@@ -163,6 +118,7 @@ class RecursiveHead(MtpModule):
     unrolled over the drafter's own outputs.
     """
 
+    config: MtpConfig
     inverse_frequency: Tensor
 
     def __init__(self, config: MtpConfig):
@@ -232,7 +188,7 @@ class RecursiveHead(MtpModule):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: TrainingBatch) -> Tensor:
+    def forward(self, batch: TrainingBatch) -> DraftLogits:
         device = batch.ids_BT.device
         positions_T = torch.arange(batch.ids_BT.shape[1], device=device)
         tokens_BT = batch.ids_BT.roll(-1, dims=1)  # the token at p + 1
@@ -260,7 +216,7 @@ class RecursiveHead(MtpModule):
             if k + 1 < self.config.num_draft_tokens:
                 following = batch.ids_BT[rows_B1, (anchors + k + 2).clamp(max=batch.ids_BT.shape[1] - 1)]
                 x_BAD = self.enter(following, hidden_BAD)
-        return self.logits(torch.stack(outputs, dim=2))
+        return DraftLogits(self.logits(torch.stack(outputs, dim=2)), {})
 
 
 def _inverse_frequency(config: MtpConfig) -> Tensor:

@@ -21,6 +21,7 @@ class IndependentDrafter:
         self.name = name
         self.target_layer_ids = module.config.target_layer_ids
         self.max_draft_tokens = module.config.num_draft_tokens
+        self.max_tree_nodes = 0
 
     def allocate(self, num_slots: int, max_len: int) -> None:
         """Nothing to make room for."""
@@ -46,6 +47,7 @@ class RecursiveDrafter:
         self.name = name
         self.target_layer_ids = module.config.target_layer_ids
         self.max_draft_tokens = max_draft_tokens
+        self.max_tree_nodes = 0
         self._keys = self._values = torch.empty(0)
         self._ledger = PairLedger(0)
 

@@ -29,6 +29,7 @@ class PromptLookupDrafter:
 
     name = "prompt-lookup"
     target_layer_ids: tuple[int, ...] = ()
+    max_tree_nodes = 0
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 2, max_draft_tokens: int = 16):
         if not 1 <= min_ngram <= max_ngram:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from drafters.acceptance import Acceptance
+from drafters.drafter_module import DrafterModule, DraftLogits
 from drafters.losses import draft_loss, geometric_weights
-from drafters.mtp import MtpModule
 from drafters.training_batch import TrainingBatch, pad_sequences, random_anchors
 
 
@@ -74,7 +74,7 @@ class _Window:
     known_K: Tensor | int = 0
 
 
-def expected_acceptance(module: MtpModule, sequences: list[TrainingSequence], num_draft_tokens: int) -> Acceptance:
+def expected_acceptance(module: DrafterModule, sequences: list[TrainingSequence], num_draft_tokens: int) -> Acceptance:
     """What the engine would accept on the target's own continuations: rounds walked from anchor to anchor.
 
     Rounds that would draft past the known continuation are left out.
@@ -90,7 +90,7 @@ def expected_acceptance(module: MtpModule, sequences: list[TrainingSequence], nu
                 continue
             anchors = torch.arange(first, first + count)[None]
             batch = make_batch([sequence], anchors, torch.ones_like(anchors, dtype=torch.bool)).to(device)
-            drafts = module.draft_vocab_ids[module(batch).argmax(dim=-1)][0, :, :num_draft_tokens]
+            drafts = module.propose(batch)[0, :, :num_draft_tokens]
             match = drafts == batch.labels(num_draft_tokens)[0]
             accepted = match.long().cumprod(dim=1).sum(dim=1).tolist()
             place = 0
@@ -117,7 +117,7 @@ class Trainer:
 
     def __init__(
         self,
-        module: MtpModule,
+        module: DrafterModule,
         sequences: list[TrainingSequence],
         held_out: list[TrainingSequence],
         config: StepConfig,
@@ -203,17 +203,21 @@ class Trainer:
         )
         batch = make_batch(chosen, anchors, mask).to(device)
         labels = batch.labels(self.num_draft_tokens)
-        logits = self.forward(batch)
+        output: DraftLogits = self.forward(batch)
         result = draft_loss(
-            logits.flatten(0, 1), labels.flatten(0, 1), self.module.draft_labels(labels).flatten(0, 1), self.weights_K
+            output.logits_BAKW.flatten(0, 1),
+            labels.flatten(0, 1),
+            self.module.draft_labels(labels).flatten(0, 1),
+            self.weights_K,
         )
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         self.optimizer.zero_grad(set_to_none=True)
-        result.loss.backward()
+        loss = result.loss + sum(output.auxiliary.values())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
         self.optimizer.step()
-        window.losses.append(float(result.loss.detach()))
+        window.losses.append(float(loss.detach()))
         window.correct_K = window.correct_K + result.correct_K
         window.known_K = window.known_K + result.known_K
 

@@ -102,6 +102,7 @@ class Overheard:
         self.name = self.inner.name
         self.target_layer_ids = self.inner.target_layer_ids
         self.max_draft_tokens = self.inner.max_draft_tokens
+        self.max_tree_nodes = self.inner.max_tree_nodes
         self.told: dict[tuple[int, int], list[int]] = {}  # verified tokens so far
         self.rounds: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}  # (anchor pair p, drafts)
 

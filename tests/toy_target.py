@@ -50,6 +50,7 @@ class _TargetDrafter:
     name = "toy"
     target_layer_ids: tuple[int, ...] = ()
     max_draft_tokens = 8
+    max_tree_nodes = 0
 
     def __init__(self, model: LlamaForCausalLM):
         self.model = model

@@ -46,6 +46,7 @@ class NativeRecursiveDrafter:
         self.name = name
         self.target_layer_ids = module.config.target_layer_ids
         self.max_draft_tokens = max_draft_tokens
+        self.max_tree_nodes = 0
         self._config = module.config
         self._frequency = module.inverse_frequency.detach().cpu()
         self._num_threads = num_threads

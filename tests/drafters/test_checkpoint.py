@@ -19,7 +19,7 @@ from drafters.checkpoint import (
     read_provenance,
     save_checkpoint,
 )
-from drafters.mtp import MtpModule
+from drafters.drafter_module import DrafterModule
 from drafters.target import load_model, target_fingerprint
 from drafters.training_batch import TrainingBatch
 from tests.toy_folder import save_toy_target
@@ -33,7 +33,7 @@ KINDS = {
 }
 
 
-def drafter_of(target: Path, **options) -> MtpModule:
+def drafter_of(target: Path, **options) -> DrafterModule:
     return toy_mtp(load_model(target, torch.float32), **({"vocab_size": 260, "draft_vocab_size": 260} | options))
 
 
@@ -48,7 +48,7 @@ def saved(toy_target_dir: Path, provenance: dict, tmp_path: Path) -> Path:
     return tmp_path / "drafter"
 
 
-def logits(module: MtpModule) -> torch.Tensor:
+def logits(module: DrafterModule) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     batch = TrainingBatch(
         ids_BT=torch.randint(0, 260, (2, 15), generator=generator),
@@ -58,7 +58,7 @@ def logits(module: MtpModule) -> torch.Tensor:
         anchor_mask_BA=torch.ones(2, 2, dtype=torch.bool),
     )
     with torch.no_grad():
-        return module(batch)
+        return module(batch).logits_BAKW
 
 
 @pytest.mark.parametrize("name", list(KINDS))

@@ -11,8 +11,8 @@ import torch
 from drafters.acceptance import Acceptance
 from drafters.checkpoint import as_drafter
 from drafters.drafter import DraftRequest
+from drafters.drafter_module import DrafterModule
 from drafters.losses import draft_loss
-from drafters.mtp import MtpModule
 from drafters.training_batch import IGNORED, TrainingBatch, pad_sequences
 from pipelines.training import StepConfig, Trainer, TrainingSequence, expected_acceptance
 from serving.engine.engine import Engine, EngineConfig
@@ -43,7 +43,7 @@ def sequences(model, prompts) -> list[TrainingSequence]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def trained(request, model, sequences) -> MtpModule:
+def trained(request, model, sequences) -> DrafterModule:
     """Half learned, so that some drafts are right and some wrong."""
     module = toy_mtp(model, request.param)
     config = StepConfig(epochs=60, sequences_per_step=9, learning_rate=1e-2, evaluations=1)
@@ -59,7 +59,7 @@ def toy_engine(drafter, **changes) -> Engine:
     return Engine(rows, drafter, config=EngineConfig(**options))
 
 
-def teacher_forced(model, module: MtpModule, ids: list[int], rounds: list[tuple[int, list[int]]]) -> torch.Tensor:
+def teacher_forced(model, module: DrafterModule, ids: list[int], rounds: list[tuple[int, list[int]]]) -> torch.Tensor:
     """[rounds, K, W] training-mode logits at every round's anchor pair p, on the tokens up to p + 1 and its drafts.
 
     Features come from a plain pass over the whole sequence; those behind the anchor are noise, which must not matter.
@@ -77,10 +77,10 @@ def teacher_forced(model, module: MtpModule, ids: list[int], rounds: list[tuple[
         anchor_mask_BA=torch.ones_like(anchors_B1, dtype=torch.bool),
     )
     with torch.no_grad():
-        return module(batch)[:, 0]
+        return module(batch).logits_BAKW[:, 0]
 
 
-def assert_parity(model, module: MtpModule, overheard: Overheard, completions) -> int:
+def assert_parity(model, module: DrafterModule, overheard: Overheard, completions) -> int:
     """Every draft is the training-mode argmax at its step; returns the number of drafts compared."""
     compared = 0
     for completion in completions:
@@ -163,7 +163,7 @@ def make_successor():
     return model
 
 
-def counting_drafter(model, kind: str) -> MtpModule:
+def counting_drafter(model, kind: str) -> DrafterModule:
     """Trained for some seconds on counted sequences."""
     ids = [[(first + i) % COUNTED for i in range(30)] for first in range(0, COUNTED, 3)]
     sequences = [sequence_of(model, i, prompt_len=4) for i in ids]
@@ -174,7 +174,7 @@ def counting_drafter(model, kind: str) -> MtpModule:
     return module.eval()
 
 
-def counted_tau(module: MtpModule) -> float:
+def counted_tau(module: DrafterModule) -> float:
     rows = TorchRows(make_successor(), num_slots=4, max_len=64, target_layer_ids=TAPS)
     engine = Engine(rows, as_drafter(module), config=EngineConfig(num_draft_tokens=STEPS))
     for completion in engine.generate([[7, 8], [20], [40, 41, 42]], Sampling(max_new_tokens=41)):
@@ -203,7 +203,9 @@ def test_labels_that_are_off_by_one_are_found_by_that(kind, shift, successor, mo
 # -- what a step may see ----------------------------------------------------------------------------------------------
 
 
-def logits_of(module: MtpModule, ids_BT: torch.Tensor, features_BTF: torch.Tensor, anchors: list[int]) -> torch.Tensor:
+def logits_of(
+    module: DrafterModule, ids_BT: torch.Tensor, features_BTF: torch.Tensor, anchors: list[int]
+) -> torch.Tensor:
     """[B, A, K, W] at the same anchors of every sequence."""
     anchors_BA = torch.tensor([anchors]).expand(len(ids_BT), -1)
     batch = TrainingBatch(
@@ -214,7 +216,7 @@ def logits_of(module: MtpModule, ids_BT: torch.Tensor, features_BTF: torch.Tenso
         anchor_mask_BA=torch.ones_like(anchors_BA, dtype=torch.bool),
     )
     with torch.no_grad():
-        return module(batch)
+        return module(batch).logits_BAKW
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafters.mtp import MtpModule
+from drafters.drafter_module import DrafterModule, DraftLogits
 from pipelines.training import (
     CurvePoint,
     StepConfig,
@@ -43,7 +43,7 @@ def curve_of(trainer: Trainer) -> list[CurvePoint]:
     return [replace(point, seconds=0) for point in trainer.run()]
 
 
-def weights(module: MtpModule) -> dict[str, torch.Tensor]:
+def weights(module: DrafterModule) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
@@ -152,13 +152,13 @@ def test_steps_cover_the_epochs():
 def test_expected_acceptance_by_hand(model):
     """Rounds of a made-up drafter over made-up continuations: from anchor to anchor, within what is known."""
 
-    class Fixed(MtpModule):
+    class Fixed(DrafterModule):
         """Says after token t: t + 1, then t + 2, ... whatever the truth is."""
 
         def forward(self, batch):
             anchor_BA = batch.ids_BT[torch.arange(len(batch.ids_BT))[:, None], batch.anchors_BA + 1]
             drafts_BAK = anchor_BA[:, :, None] + torch.arange(1, 4)
-            return torch.nn.functional.one_hot(drafts_BAK, 256).float()
+            return DraftLogits(torch.nn.functional.one_hot(drafts_BAK, 256).float(), {})
 
     module = Fixed(toy_mtp(model).config)
     module.lm_head_WD = torch.zeros(256, 32)
