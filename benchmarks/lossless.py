@@ -33,6 +33,7 @@ from traffic import Answer, Request, drive, plan_requests
 
 from drafters.checkpoint import read_config
 from drafters.drafter import Drafter
+from drafters.mtp import MtpConfig
 from drafters.prompt_lookup import PromptLookupDrafter
 from drafters.target import Target, load_model, load_target, target_fingerprint
 from pipelines.evaluate import versions
@@ -259,7 +260,8 @@ def table(rows: list[dict]) -> str:
 def drafter_labels(paths: list[Path]) -> dict[str, Path | None]:
     labels: dict[str, Path | None] = {"none": None, "prompt lookup": None}
     for path in paths:
-        label = f"MTP {read_config(path).kind}"
+        config = read_config(path)
+        label = f"MTP {config.kind}" if isinstance(config, MtpConfig) else "DFlash"
         labels[f"{label}, {path.name}" if label in labels else label] = path
     if len(labels) != len(paths) + 2:
         raise SystemExit("two drafters of one kind have folders of one name; rename one of them")

@@ -17,6 +17,8 @@ JOIN_CHANCE = 0.3  # per round, while fewer wait than there are slots
 LENGTH_CHANCE = 1 / 16  # per round
 OFF_CHANCE = 1 / 16  # of those changes; drafting that was off stays off for MTP's running requests, so it is rare
 MOST_DRAFTS = 8
+MOST_NODES = 16  # of a tree
+TREE_CHANCE = 0.5  # of trees in place of chains, when the length changes
 
 
 @dataclass(frozen=True)
@@ -98,3 +100,5 @@ def _change_length(engine: Engine, rng: random.Random) -> None:
     if engine.num_draft_tokens == 0 or rng.random() < LENGTH_CHANCE:
         off = engine.num_draft_tokens > 0 and rng.random() < OFF_CHANCE
         engine.num_draft_tokens = 0 if off else rng.randint(1, min(MOST_DRAFTS, engine.drafter.max_draft_tokens))
+        most_nodes = min(MOST_NODES, engine.drafter.max_tree_nodes)
+        engine.tree_nodes = rng.randint(1, most_nodes) if most_nodes and rng.random() < TREE_CHANCE else 0

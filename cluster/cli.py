@@ -5,16 +5,26 @@ Exit codes: 0 done, 1 failed (one line names the cause and the mend), 2 wrong us
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+
+from cluster.command import (
+    BackendOption,
+    CudaGraphsOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    console,
+    end,
+    one_line_errors,
+)
+from cluster.train_command import train
 
 app = typer.Typer(
     name="draftloop",
@@ -23,18 +33,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
-errors = Console(stderr=True)
-
-TargetOption = Annotated[
-    str,
-    typer.Option("--target", help="smollm2, a Hugging Face id (Qwen/Qwen3-0.6B), a local folder, or a .gguf file."),
-]
-DtypeOption = Annotated[str, typer.Option(help="Of the target: float32 or bfloat16.")]
-BackendOption = Annotated[str, typer.Option(help="auto, native (C++ on CPUs) or torch (any target, CPU and GPU).")]
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
-CudaGraphsOption = Annotated[bool, typer.Option("--cuda-graphs", help="With cuda: replay captured passes.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="No progress; the report as one JSON object.")]
 
 
 @app.command()
@@ -63,7 +61,7 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Let the target continue prompts; write its tokens and features as Parquet rollouts."""
-    with _one_line_errors():
+    with one_line_errors():
         from cluster import show
         from pipelines.generate import GenerateConfig
         from pipelines.generate import generate as run
@@ -76,52 +74,10 @@ def generate(
         )  # fmt: skip
         with show.stage(console, f"generate: {target} continues {prompts}", as_json) as stage:
             report = run(config, stage.generate)
-        _end(report, show.generate_table, as_json, f"draftloop train --target {target} --rollouts {report.output}")
+        end(report, show.generate_table, as_json, f"draftloop train --target {target} --rollouts {report.output}")
 
 
-@app.command()
-def train(
-    target: TargetOption = "smollm2",
-    rollouts: Annotated[str, typer.Option(help="--output of generate.")] = "draftloop-out/rollouts",
-    output: Annotated[str, typer.Option(help="Folder of the drafter.")] = "draftloop-out/drafter",
-    kind: Annotated[Literal["recursive", "independent"], typer.Option(help="Of MTP drafter.")] = "recursive",
-    num_draft_tokens: Annotated[int, typer.Option(help="Drafts it is trained for (K).")] = 5,
-    draft_vocab_coverage: Annotated[
-        float | None, typer.Option(help="Share of new response tokens that can be drafted.", show_default="0.95")
-    ] = None,
-    draft_vocab_size: Annotated[
-        int | None, typer.Option(help="So many tokens instead, the most frequent; 0: all.", show_default="by coverage")
-    ] = None,
-    own_lm_head: Annotated[bool, typer.Option(help="Independent heads: an LM head of their own.")] = False,
-    epochs: Annotated[float, typer.Option(help="Passes over the rollouts.")] = 8.0,
-    learning_rate: Annotated[float, typer.Option(help="Peak; warm-up, then cosine to zero.")] = 2e-3,
-    rho: Annotated[float, typer.Option(help="Loss weight of step k is rho^(k-1).")] = 0.8,
-    sequences_per_step: Annotated[int, typer.Option(help="Over all workers.")] = 8,
-    anchors_per_sequence: Annotated[int, typer.Option(help="Draft blocks trained per sequence and step.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of initial weights, order and anchors.")] = 0,
-    num_workers: Annotated[int, typer.Option(help="Ray Train workers.")] = 1,
-    gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per worker.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Train an MTP drafter on rollouts; the target stays as it is."""
-    with _one_line_errors():
-        from cluster import show
-        from pipelines.train import train as run
-        from pipelines.train_config import TrainConfig
-        from pipelines.training import StepConfig
-
-        config = TrainConfig(
-            target=target, rollouts=rollouts, output=output, kind=kind, num_draft_tokens=num_draft_tokens,
-            draft_vocab_coverage=draft_vocab_coverage, draft_vocab_size=draft_vocab_size,
-            own_lm_head=own_lm_head, num_workers=num_workers, use_gpu=gpu,
-            steps=StepConfig(
-                epochs=epochs, learning_rate=learning_rate, rho=rho, sequences_per_step=sequences_per_step,
-                anchors_per_sequence=anchors_per_sequence, seed=seed,
-            ),
-        )  # fmt: skip
-        with show.stage(console, f"train: a {kind} MTP drafter for {target}", as_json) as stage:
-            report = run(config, stage.train)
-        _end(report, show.train_table, as_json, f"draftloop evaluate --target {target} --drafter {report.output}")
+app.command()(train)
 
 
 @app.command()
@@ -135,7 +91,8 @@ def evaluate(
     chat: Annotated[bool, typer.Option("--chat", help="Wrap raw prompt rows into a user turn.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 128,
     batch: Annotated[int, typer.Option(help="Prompts decoded at a time.")] = 1,
-    num_draft_tokens: Annotated[int, typer.Option(help="Drafts per round.")] = 4,
+    num_draft_tokens: Annotated[int, typer.Option(help="Drafts per round; depth of a tree.")] = 5,
+    tree_nodes: Annotated[int, typer.Option(min=0, help="Nodes of each sequence's draft tree; 0: chains.")] = 7,
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",
     device: DeviceOption = "cpu",
@@ -144,19 +101,19 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Decode held-out prompts with the drafter and without; compare speed and, token for token, the outputs."""
-    with _one_line_errors():
+    with one_line_errors():
         from cluster import show
         from pipelines.evaluate import EvaluateConfig
         from pipelines.evaluate import evaluate as run
 
         config = EvaluateConfig(
             target=target, drafter=drafter, prompts=prompts, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
-            batch=batch, num_draft_tokens=num_draft_tokens, dtype=dtype, backend=backend, device=device,
-            cuda_graphs=cuda_graphs, output=output,
+            batch=batch, num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes, dtype=dtype, backend=backend,
+            device=device, cuda_graphs=cuda_graphs, output=output,
         )  # fmt: skip
         with show.stage(console, f"evaluate: {drafter} for {target} on {prompts}", as_json) as stage:
             report = run(config, stage.evaluate)
-        _end(report, show.evaluation_table, as_json, f"draftloop serve --target {target} --drafter {drafter}")
+        end(report, show.evaluation_table, as_json, f"draftloop serve --target {target} --drafter {drafter}")
 
 
 @app.command()
@@ -166,7 +123,12 @@ def serve(
     host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     model_name: Annotated[str | None, typer.Option(help="What clients ask for; default: the target's name.")] = None,
-    num_draft_tokens: Annotated[int, typer.Option(min=0, help="Most drafts per round; 0: decode plainly.")] = 4,
+    num_draft_tokens: Annotated[
+        int, typer.Option(min=0, help="Most drafts per round, or depth of a tree; 0: decode plainly.")
+    ] = 5,
+    tree_nodes: Annotated[
+        int, typer.Option(min=0, max=63, help="Most nodes of a draft tree, where a drafter makes trees; 0: chains.")
+    ] = 15,
     adapt: Annotated[bool, typer.Option(help="Choose each sequence's number of drafts by cost.")] = True,
     num_slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
     max_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt included.")] = 2048,
@@ -177,15 +139,15 @@ def serve(
     cuda_graphs: CudaGraphsOption = False,
 ) -> None:
     """Answer OpenAI-style requests with the target and a drafter, until Ctrl-C."""
-    with _one_line_errors():
+    with one_line_errors():
         from pipelines.ray_session import start_ray
         from serving.colocated import ServeConfig, run_app, shutdown
 
         settings: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
         config = ServeConfig(
             target=target, drafter=drafter, host=host, port=port, model_name=model_name,
-            num_draft_tokens=num_draft_tokens, adapt_draft_length=adapt, num_slots=num_slots, max_len=max_len,
-            num_replicas=num_replicas, cuda_graphs=cuda_graphs,
+            num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes, adapt_draft_length=adapt, num_slots=num_slots,
+            max_len=max_len, num_replicas=num_replicas, cuda_graphs=cuda_graphs,
             **settings,
         )  # fmt: skip
         start_ray()
@@ -217,13 +179,10 @@ def quickstart(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
 ) -> None:
     """The whole loop once, small: generate, train, evaluate, serve."""
-    with _one_line_errors():
+    with one_line_errors():
         from cluster.quickstart import quickstart as run
 
         run(console, target, output, prompts, epochs, port)
-
-
-# -- what the commands share -------------------------------------------------------------------------------------------
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -236,48 +195,6 @@ def _range(text: str) -> tuple[int, int]:
     if len(parts) > 2 or not 1 <= low <= high:
         raise typer.BadParameter(f"{text!r} is not a number or least:most, such as 2 or 1:4")
     return low, high
-
-
-def _end(report: Any, table: Any, as_json: bool, next_command: str) -> None:
-    """What was made, its headline figures, and the next command to type."""
-    from cluster import show
-
-    if as_json:
-        print(show.as_json(report))
-        return
-    console.print(table(report))
-    console.print(f"next: {next_command}", highlight=False, markup=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """A user's mistake ends in one line and exit code 1, a bad option value in exit code 2; never in a traceback."""
-    import pydantic
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        errors.print("stopped; run the same command again to go on")
-        raise typer.Exit(1) from None
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        _fail(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", 2)
-    except (ValueError, OSError, RuntimeError) as error:
-        if not _is_told(error):
-            raise
-        _fail(str(error), 1)
-
-
-def _is_told(error: Exception) -> bool:
-    """Whether the error is one of ours, with a message for users; anything else is a bug and keeps its traceback."""
-    return type(error).__module__.split(".")[0] in {"drafters", "serving", "pipelines", "cluster"} or isinstance(
-        error, OSError
-    )
-
-
-def _fail(message: str, code: int) -> None:
-    errors.print(f"[red]error:[/red] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
-    raise typer.Exit(code)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pipelines.generate import GenerateConfig, generate
 from pipelines.ray_session import start_ray
 from pipelines.rollout_store import open_rollouts
 from pipelines.train import train
-from pipelines.train_config import TrainConfig
+from pipelines.train_config import TrainConfig, TrainError
 from pipelines.training import StepConfig
 from serving.colocated import ServeConfig, run_app, shutdown
 
@@ -45,7 +45,10 @@ def quickstart(console: Console, target: str, output: Path, prompts: int, epochs
         if _trained_already(training):
             stage.say(f"the drafter in {drafter} is from these rollouts and options: reused")
         else:
-            console.print(show.train_table(train(training, stage.train)))
+            report = train(training, stage.train)
+            console.print(show.train_table(report))
+            if report.parity_passed is False:
+                raise TrainError(f"{report.parity_verdict}; run the same command to train anew")
 
     with show.stage(
         console, "4 of 5  evaluate: held-out questions, with the drafter and without", quiet=False
@@ -70,14 +73,15 @@ def quickstart(console: Console, target: str, output: Path, prompts: int, epochs
 
 
 def _trained_already(config: TrainConfig) -> bool:
-    """Whether the drafter in the output folder came from the same options and rollouts."""
+    """Whether the drafter in the output folder came from the same options and rollouts, and serves as it trained."""
     try:
         provenance = read_provenance(Path(config.output))
     except CheckpointError:
         return False
     rollouts = [entry["manifest_sha256"] for entry in provenance.get("rollouts", [])]
     same = provenance.get("config") == json.loads(json.dumps(asdict(config)))
-    return same and rollouts == [open_rollouts(config.rollouts).manifest_sha256]
+    sound = provenance.get("parity", {}).get("passed") is not False
+    return same and sound and rollouts == [open_rollouts(config.rollouts).manifest_sha256]
 
 
 def _measured_already(config: EvaluateConfig) -> Evaluation | None:
@@ -88,10 +92,11 @@ def _measured_already(config: EvaluateConfig) -> Evaluation | None:
         known = Evaluation(**{field.name: facts[field.name] for field in fields(Evaluation)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    asked = (config.prompts, config.limit, config.batch, config.dtype, config.max_new_tokens, config.num_draft_tokens)
-    have = (known.prompt_set, known.prompts, known.batch, known.dtype, known.max_new_tokens, known.num_draft_tokens)
+    asked = (config.prompts, config.limit, config.batch, config.dtype, config.max_new_tokens)
+    have = (known.prompt_set, known.prompts, known.batch, known.dtype, known.max_new_tokens)
+    same_drafts = (config.num_draft_tokens, config.tree_nodes) == (known.num_draft_tokens, known.tree_nodes)
     same_place = known.device == config.device and known.backend != "torch" and known.versions == versions()
-    return known if asked == have and same_place else None
+    return known if asked == have and same_drafts and same_place else None
 
 
 def _port_or_free(port: int) -> int:

@@ -18,6 +18,7 @@ from pipelines.generate import GenerateProgress, GenerateReport
 from pipelines.train import TrainReport
 from pipelines.training import CurvePoint
 
+KINDS = {"recursive": "recursive MTP", "independent": "independent MTP", "dflash": "DFlash"}
 PLAIN_EVERY = 0.1  # without a terminal: a line each time this share of the work is done
 
 
@@ -105,13 +106,16 @@ def generate_table(report: GenerateReport) -> Table:
 
 def train_table(report: TrainReport) -> Table:
     table = _facts("drafter")
-    table.add_row("kind", f"{report.kind} MTP, {report.parameters / 1e6:.1f} M parameters")
+    table.add_row("kind", f"{KINDS[report.kind]}, {report.parameters / 1e6:.1f} M parameters")
     table.add_row("trained on", f"{report.training_sequences:,} sequences, {report.response_tokens:,} response tokens")
     table.add_row("steps", f"{report.steps} in {report.seconds:.0f} s, start included")
     table.add_row("loss", f"{report.loss:.3f}")
     table.add_row("accuracy by position", _by_position(report.accuracy_by_position))
     expected = "-" if report.expected_tau is None else f"{report.expected_tau:.2f}"
     table.add_row("expected tau", f"{expected} on {report.held_out_sequences} held-out sequences")
+    if len(report.tau_by_category) > 1:
+        table.add_row("by category", "  ".join(f"{name} {tau:.2f}" for name, tau in report.tau_by_category.items()))
+    table.add_row("parity", escape(report.parity_verdict))
     table.add_row("draft vocabulary", f"{report.draft_vocab_size:,} tokens, {report.draft_vocab_coverage:.1%} covered")
     table.add_row("folder", escape(report.output))
     return table
@@ -121,7 +125,8 @@ def evaluation_table(e: Evaluation) -> Table:
     title = f"{e.drafter} on {e.prompt_set}: {e.prompts} prompts, batch {e.batch}, {e.dtype}, {e.backend} backend"
     table = _facts(title)
     low, _, high = e.s_measured_quartiles
-    table.add_row("tau", "-" if e.tau is None else f"{e.tau:.2f} ({e.num_draft_tokens} drafts per round)")
+    shape = f"trees of {e.tree_nodes} nodes" if e.tree_nodes else f"{e.num_draft_tokens} drafts"
+    table.add_row("tau", "-" if e.tau is None else f"{e.tau:.2f} ({shape} per round)")
     table.add_row("acceptance rate by position", _by_position(e.acceptance_by_position))
     table.add_row("T_base", _ms(e.t_base_s))
     table.add_row("T_draft", _ms(e.t_draft_s))

@@ -14,16 +14,21 @@ class Acceptance:
     """
 
     rounds: int = 0
-    proposed_by_position: list[int] = field(default_factory=list)  # K, how often draft position j was verified
+    proposed: int = 0  # drafts verified; of a tree every node
+    proposed_by_position: list[int] = field(default_factory=list)  # K, rounds with a draft at position (or depth) j
     accepted_by_position: list[int] = field(default_factory=list)  # K, how often it was accepted
 
-    def record(self, proposed: int, accepted: int) -> None:
-        """Count one round of one sequence: of `proposed` drafts the first `accepted` were kept."""
-        if not 0 <= accepted <= proposed:
-            raise ValueError(f"accepted must be between 0 and proposed, got {accepted} of {proposed}")
+    def record(self, depth: int, accepted: int, nodes: int | None = None) -> None:
+        """Count one round of one sequence: of `depth` drafts in a row the first `accepted` were kept.
+
+        A tree of `nodes` drafts counts by the depth of its deepest node.
+        """
+        if not 0 <= accepted <= depth:
+            raise ValueError(f"accepted must be between 0 and depth, got {accepted} of {depth}")
         self.rounds += 1
-        self._grow(proposed)
-        for j in range(proposed):
+        self.proposed += depth if nodes is None else nodes
+        self._grow(depth)
+        for j in range(depth):
             self.proposed_by_position[j] += 1
         for j in range(accepted):
             self.accepted_by_position[j] += 1
@@ -31,6 +36,7 @@ class Acceptance:
     def add(self, other: Acceptance) -> None:
         """Add the counts of another set of rounds to this one."""
         self.rounds += other.rounds
+        self.proposed += other.proposed
         self._grow(len(other.proposed_by_position))
         for j, (proposed, accepted) in enumerate(
             zip(other.proposed_by_position, other.accepted_by_position, strict=True)
@@ -42,10 +48,6 @@ class Acceptance:
         missing = positions - len(self.proposed_by_position)
         self.proposed_by_position += [0] * missing
         self.accepted_by_position += [0] * missing
-
-    @property
-    def proposed(self) -> int:
-        return sum(self.proposed_by_position)
 
     @property
     def accepted(self) -> int:

@@ -17,13 +17,20 @@ from typing import Any, get_args
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from drafters import config_keys as keys
+from drafters import dflash_layout
+from drafters.dflash import DFlashConfig, DFlashModule
+from drafters.dflash_drafter import DFlashDrafter
 from drafters.drafter import Drafter
+from drafters.drafter_module import DrafterModule
 from drafters.mtp import IndependentHeads, Kind, MtpConfig, RecursiveHead, make_mtp
 from drafters.mtp_drafter import IndependentDrafter, RecursiveDrafter
 from drafters.target import shared_weights, target_fingerprint
 
-ARCHITECTURE = "DraftloopMtpModel"
+MTP = "DraftloopMtpModel"
+ARCHITECTURES = (MTP, *dflash_layout.ARCHITECTURES)
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 
 
@@ -31,18 +38,16 @@ class CheckpointError(ValueError):
     """A drafter checkpoint that cannot be used; the message is one line and names the mend."""
 
 
-def save_checkpoint(path: Path, module: RecursiveHead | IndependentHeads, provenance: dict[str, Any]) -> None:
+def save_checkpoint(path: Path, module: DrafterModule, provenance: dict[str, Any]) -> None:
     """Write a checkpoint folder, replacing an older one whole. `provenance` must hold `target_fingerprint`."""
     if "target_fingerprint" not in provenance:
         raise ValueError("provenance lacks target_fingerprint; pass the target's fingerprint with the tapped layers")
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        config = {"architectures": [ARCHITECTURE]} | module.config.to_json()
+        config, tensors = _contents(module)
         (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}, work / WEIGHTS
-        )
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, work / WEIGHTS)
         (work / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
         work.chmod(0o755)
         if path.exists():
@@ -56,52 +61,55 @@ def save_checkpoint(path: Path, module: RecursiveHead | IndependentHeads, proven
         shutil.rmtree(work, ignore_errors=True)
 
 
-def read_config(path: Path) -> MtpConfig:
-    """The checkpoint's config. Raises CheckpointError, naming a missing or unknown key."""
+def _contents(module: DrafterModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the tensors of a module."""
+    if isinstance(module, DFlashModule):
+        return dflash_layout.config_json(module.config), dflash_layout.saved_tensors(module)
+    assert isinstance(module.config, MtpConfig)
+    return {"architectures": [MTP]} | module.config.to_json(), module.state_dict()
+
+
+def read_config(path: Path) -> MtpConfig | DFlashConfig:
+    """The checkpoint's config. Raises CheckpointError, naming a key that is missing, unknown or of a wrong kind."""
     raw = _read_json(path, CONFIG)
-    architectures = raw.pop("architectures", None)
-    if architectures != [ARCHITECTURE]:
-        raise CheckpointError(
-            f"{path}/{CONFIG} names architecture {architectures}, not {ARCHITECTURE}; give an MTP drafter"
-        )
-    known = {field.name for field in fields(MtpConfig)}
-    for name, bad in (("lacks", known - set(raw)), ("has the unknown", set(raw) - known)):
-        if bad:
-            raise CheckpointError(f"{path}/{CONFIG} {name} key {sorted(bad)[0]!r}; train the drafter anew")
-    types = {field.name: field.type for field in fields(MtpConfig)}
-    for name, value in raw.items():
-        if not _is_value(types[name], value):
-            raise CheckpointError(f"{path}/{CONFIG} has {value!r} as {name!r}; train the drafter anew")
+    named = raw.pop("architectures", None)
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
+        raise CheckpointError(f"{path}/{CONFIG} names architecture {named}; give one of {', '.join(ARCHITECTURES)}")
+    try:
+        return _mtp_config(raw) if named[0] == MTP else dflash_layout.config_from_json(raw, named[0])
+    except ValueError as error:
+        raise CheckpointError(f"{path}/{CONFIG} {error}; train the drafter anew") from None
+
+
+_MTP_CHECKS: dict[str, keys.Check] = {  # by a field's annotation
+    "Kind": keys.is_one_of(*get_args(Kind)),
+    "bool": keys.is_flag,
+    "float": keys.is_number,
+    "int": keys.is_count,
+    "tuple[int, ...]": keys.is_list_of(keys.is_natural),
+}
+
+
+def _mtp_config(raw: dict[str, Any]) -> MtpConfig:
+    """Raises ValueError, naming what is wrong."""
+    raw = keys.take_keys(raw, {field.name: _MTP_CHECKS[str(field.type)] for field in fields(MtpConfig)}, {})
     config = MtpConfig(**(raw | {"target_layer_ids": tuple(raw["target_layer_ids"])}))
     for wrong, what in (
         (config.num_attention_heads % config.num_key_value_heads, "heads that its KV heads do not divide"),
         (config.head_dim % 2, "an odd head_dim"),
     ):
         if wrong:
-            raise CheckpointError(f"{path}/{CONFIG} has {what}; train the drafter anew")
+            raise ValueError(f"has {what}")
     return config
-
-
-def _is_value(annotation: Any, value: Any) -> bool:
-    """Whether a JSON value is what a field of MtpConfig, named by its annotation, may hold."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-    if annotation == "Kind":
-        return value in get_args(Kind)
-    if annotation == "bool":
-        return isinstance(value, bool)
-    if annotation == "float":
-        return number
-    if annotation == "int":
-        return number and isinstance(value, int) and value > 0
-    return isinstance(value, list) and all(isinstance(item, int) and item >= 0 for item in value)
 
 
 def is_drafter(path: Path) -> bool:
     """Whether the folder is a drafter of ours, of this version or another."""
     try:
-        return _read_json(path, CONFIG).get("architectures") == [ARCHITECTURE]
+        named = _read_json(path, CONFIG).get("architectures")
     except CheckpointError:
         return False
+    return named in [[architecture] for architecture in ARCHITECTURES]
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def load_module(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> RecursiveHead | IndependentHeads:
+) -> DrafterModule:
     """The drafter of a checkpoint, bound to its target. Raises CheckpointError if it was made for another one."""
     config = read_config(path)
     expected = read_provenance(path).get("target_fingerprint")
@@ -141,9 +149,11 @@ def load_module(
             f"drafter {path} was made for another target (fingerprint {expected}, not {actual}); "
             "give its own target or train a drafter for this one"
         )
-    module = make_mtp(config)
+    module: DrafterModule = DFlashModule(config) if isinstance(config, DFlashConfig) else make_mtp(config)
     try:
         state = load_file(path / WEIGHTS)
+        if isinstance(module, DFlashModule):
+            state = dflash_layout.loadable_tensors(module, state)
         module.load_state_dict(state)
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -154,6 +164,11 @@ def load_module(
     return module.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
-def as_drafter(module: RecursiveHead | IndependentHeads) -> Drafter:
+def as_drafter(module: DrafterModule) -> Drafter:
     """The serving side of a module."""
-    return RecursiveDrafter(module) if isinstance(module, RecursiveHead) else IndependentDrafter(module)
+    if isinstance(module, DFlashModule):
+        return DFlashDrafter(module)
+    if isinstance(module, RecursiveHead):
+        return RecursiveDrafter(module)
+    assert isinstance(module, IndependentHeads)
+    return IndependentDrafter(module)

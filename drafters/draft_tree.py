@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ROOT = -1  # the anchor, as a parent
+MAX_TREE_NODES = 63  # with the anchor 64 rows of a verify pass
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,16 @@ class TreeBuilder:
 
     budget: int  # most nodes
     nodes: list[Node] = field(default_factory=list)  # in the order found
-    frontier: list[int] = field(default_factory=lambda: [ROOT])  # nodes whose children may be among the best
+    frontier: list[int] = field(default_factory=lambda: [ROOT])  # whose children may be among the best; likeliest first
 
     def extend(self, tokens_FC: list[list[int]], log_probs_FC: list[list[float]]) -> None:
         """Give every node of the frontier its best next tokens (distinct, likeliest first)."""
-        added = []
+        first_new = len(self.nodes)
         for parent, tokens, log_probs in zip(self.frontier, tokens_FC, log_probs_FC, strict=True):
             above, depth = (0.0, 0) if parent == ROOT else (self.nodes[parent].log_prob, self.nodes[parent].depth)
             for token, log_prob in zip(tokens, log_probs, strict=True):
-                added.append(len(self.nodes))
                 self.nodes.append(Node(above + min(log_prob, 0.0), token, parent, depth + 1))
-        best = set(self._best())
-        self.frontier = [i for i in added if i in best]
+        self.frontier = [i for i in self._best() if i >= first_new]
 
     def finish(self) -> tuple[list[int], list[int], list[float]]:
         """(tokens, parents, joint probabilities) of the best nodes, likeliest first; a parent is a place in these."""

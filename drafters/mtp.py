@@ -33,6 +33,8 @@ class MtpConfig:
     num_draft_tokens: int = 5  # K, the drafts it is trained for
     draft_vocab_size: int  # tokens that can be drafted; vocab_size for all
     own_lm_head: bool = False  # independent heads: a projection of their own instead of the target's LM head
+    shared_trunk: bool = False  # independent heads: one residual block before all of them
+    anchor_embedding: bool = False  # independent heads: they also read the anchor, the token at p + 1
     expansion: int = 4  # independent heads: width of the MLP over hidden_size (e)
     dropout: float = 0.0  # independent heads
     num_attention_heads: int = 8  # recursive head
@@ -70,7 +72,10 @@ class ResidualHead(nn.Module):
 
 
 class IndependentHeads(DrafterModule):
-    """K heads on the target's last tapped hidden state at p; head k predicts the token at p + 1 + k by itself."""
+    """K heads on the target's last tapped hidden state at p; head k predicts the token at p + 1 + k by itself.
+
+    The anchor's embedding, where it is read, and the trunk's output are added to that state, starting from zero.
+    """
 
     config: MtpConfig
 
@@ -78,6 +83,12 @@ class IndependentHeads(DrafterModule):
         super().__init__(config)
         self.heads = nn.ModuleList(ResidualHead(config) for _ in range(config.num_draft_tokens))
         self.register_buffer("final_norm_D", torch.ones(config.hidden_size), persistent=False)
+        width = config.hidden_size
+        self.anchor_norm = nn.RMSNorm(width, eps=config.rms_eps) if config.anchor_embedding else None
+        self.anchor_proj = nn.Linear(width, width, bias=False) if config.anchor_embedding else None
+        if self.anchor_proj is not None:
+            nn.init.zeros_(self.anchor_proj.weight)
+        self.trunk = ResidualHead(config) if config.shared_trunk else None
         self.lm_heads = None
         if config.own_lm_head:
             shape = (config.num_draft_tokens, config.draft_vocab_size, config.hidden_size)
@@ -93,10 +104,14 @@ class IndependentHeads(DrafterModule):
             with torch.no_grad():
                 self.lm_heads.copy_(self.lm_head_WD.expand_as(self.lm_heads))
 
-    def step_logits(self, features_NF: Tensor) -> Tensor:
-        """[N, K, W] logits of all heads from features [N, taps * D]."""
+    def step_logits(self, features_NF: Tensor, anchors_N: Tensor) -> Tensor:
+        """[N, K, W] logits of all heads from features [N, taps * D] at p and the tokens [N] at p + 1."""
         width = self.config.hidden_size
         hidden_ND = F.rms_norm(features_NF[:, -width:], (width,), self.final_norm_D, self.config.rms_eps)
+        if self.anchor_norm is not None and self.anchor_proj is not None:
+            hidden_ND = hidden_ND + self.anchor_proj(self.anchor_norm(F.embedding(anchors_N, self.embedding_VD)))
+        if self.trunk is not None:
+            hidden_ND = self.trunk(hidden_ND)
         hidden_NKD = torch.stack([head(hidden_ND) for head in self.heads], dim=1)
         if self.lm_heads is not None:
             return torch.einsum("nkd,kwd->nkw", hidden_NKD, self.lm_heads)
@@ -104,8 +119,8 @@ class IndependentHeads(DrafterModule):
 
     def forward(self, batch: TrainingBatch) -> DraftLogits:
         rows = torch.arange(len(batch.ids_BT), device=batch.ids_BT.device)[:, None]
-        features = batch.features_BTF[rows, batch.anchors_BA]
-        logits = self.step_logits(features.flatten(0, 1)).unflatten(0, batch.anchors_BA.shape)
+        features, tokens = batch.features_BTF[rows, batch.anchors_BA], batch.ids_BT[rows, batch.anchors_BA + 1]
+        logits = self.step_logits(features.flatten(0, 1), tokens.flatten()).unflatten(0, batch.anchors_BA.shape)
         return DraftLogits(logits, {})
 
 
@@ -153,6 +168,8 @@ class RecursiveHead(DrafterModule):
         """Tapped features [..., taps * D] -> hidden [..., D]; every tap is normalised by itself."""
         taps, width = self.tap_norm.shape
         parts = F.rms_norm(features.unflatten(-1, (taps, width)), (width,), None, self.config.rms_eps)
+        if torch.is_grad_enabled():  # scale the few weights, not the many features: those then need no gradient
+            return F.linear(parts.flatten(-2), self.fc.weight * self.tap_norm.flatten())
         return self.fc((parts * self.tap_norm).flatten(-2))
 
     def enter(self, tokens: Tensor, hidden: Tensor) -> Tensor:
@@ -189,16 +206,10 @@ class RecursiveHead(DrafterModule):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: TrainingBatch) -> DraftLogits:
-        device = batch.ids_BT.device
-        positions_T = torch.arange(batch.ids_BT.shape[1], device=device)
-        tokens_BT = batch.ids_BT.roll(-1, dims=1)  # the token at p + 1
-        x_BTD = self.enter(tokens_BT, self.fuse(batch.features_BTF))
-        context_k, context_v = self.keys_values(self.attention_norm(x_BTD), positions_T.expand_as(tokens_BT))
-
-        rows_B1 = torch.arange(len(tokens_BT), device=device)[:, None]
+        rows_B1 = torch.arange(len(batch.ids_BT), device=batch.ids_BT.device)[:, None]
         anchors = batch.anchors_BA
-        blocked_BAT = positions_T > anchors[:, :, None]
-        x_BAD = x_BTD[rows_B1, anchors]
+        x_BAD, context_k, context_v = self._context(batch, rows_B1)
+        blocked_BAT = torch.arange(context_k.shape[1], device=anchors.device) > anchors[:, :, None]
         own_keys: list[Tensor] = []  # of steps 2.., [B, A, kv_heads, head_dim]
         own_values: list[Tensor] = []
         outputs = []
@@ -217,6 +228,23 @@ class RecursiveHead(DrafterModule):
                 following = batch.ids_BT[rows_B1, (anchors + k + 2).clamp(max=batch.ids_BT.shape[1] - 1)]
                 x_BAD = self.enter(following, hidden_BAD)
         return DraftLogits(self.logits(torch.stack(outputs, dim=2)), {})
+
+    def _context(self, batch: TrainingBatch, rows_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step 1's input at the anchors [B, A, D]; keys and values [B, T', kv_heads, head_dim] of the pairs up to them.
+
+        Nobody looks at what lies behind a sequence's last anchor, padding above all: there the keys are zero.
+        """
+        length = int(batch.anchors_BA.max()) + 1
+        positions_BT = torch.arange(length, device=rows_B1.device).expand(len(rows_B1), -1)
+        seen_BT = positions_BT <= batch.anchors_BA.amax(dim=1, keepdim=True)
+        tokens_N, features_NF = batch.ids_BT[:, 1 : length + 1][seen_BT], batch.features_BTF[:, :length][seen_BT]
+        x_ND = self.enter(tokens_N, self.fuse(features_NF))  # pair p joins the features at p with the token at p + 1
+        padded = []
+        for part_NHD in self.keys_values(self.attention_norm(x_ND), positions_BT[seen_BT]):
+            whole = part_NHD.new_zeros((*seen_BT.shape, *part_NHD.shape[1:]))
+            padded.append(whole.index_put((seen_BT,), part_NHD))
+        place_BT = (seen_BT.flatten().cumsum(dim=0) - 1).view_as(seen_BT)  # of a pair among the N
+        return x_ND[place_BT[rows_B1, batch.anchors_BA]], padded[0], padded[1]
 
 
 def _inverse_frequency(config: MtpConfig) -> Tensor:

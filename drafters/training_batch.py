@@ -29,6 +29,15 @@ class TrainingBatch:
         labels = self.ids_BT[batch_B11, position_BAK.clamp(max=self.ids_BT.shape[1] - 1)]
         return torch.where(known, labels, IGNORED)
 
+    def features_before_labels(self, num_draft_tokens: int, width: int) -> Tensor:
+        """[B, A, K, width] the last tap at p + k, from which the target predicts step k's label.
+
+        Past the end of a sequence, where no label is known, the rows mean nothing.
+        """
+        position_BAK = self.anchors_BA[:, :, None] + torch.arange(1, num_draft_tokens + 1, device=self.ids_BT.device)
+        batch_B11 = torch.arange(len(self.ids_BT), device=self.ids_BT.device)[:, None, None]
+        return self.features_BTF[:, :, -width:][batch_B11, position_BAK.clamp(max=self.ids_BT.shape[1] - 1)]
+
     def to(self, device: torch.device | str) -> TrainingBatch:
         """The same batch on another device."""
         return TrainingBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})

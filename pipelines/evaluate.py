@@ -43,7 +43,8 @@ class EvaluateConfig:
     chat: bool = False  # wrap raw `prompt` rows into a user turn
     max_new_tokens: int = 128  # per prompt
     batch: int = 1  # prompts decoded at a time
-    num_draft_tokens: int = 4  # drafts per round
+    num_draft_tokens: int = 5  # drafts per round, or a tree's greatest depth
+    tree_nodes: int = 7  # most nodes of each sequence's draft tree, where the drafter makes trees; 0: chains
     dtype: str = "float32"  # or bfloat16
     backend: str = "auto"  # auto, native, torch
     device: str = "cpu"  # or cuda
@@ -71,6 +72,7 @@ class Evaluation:
     tokens: int  # emitted by one of the two
     batch: int
     num_draft_tokens: int
+    tree_nodes: int  # 0: chains
     max_new_tokens: int
     dtype: str
     backend: str  # native or torch
@@ -97,6 +99,8 @@ def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], N
     for name in ("batch", "limit", "num_draft_tokens", "max_new_tokens"):
         if getattr(config, name) < 1:
             raise EvaluationError(f"{name} is {getattr(config, name)}; give at least 1")
+    if config.tree_nodes < 0:
+        raise EvaluationError(f"tree_nodes is {config.tree_nodes}; give 0 for chains, or more")
     output = Path(config.output or Path(config.drafter) / "evaluation.json")
     target = load_target(config.target)
     room = target.max_len - config.max_new_tokens
@@ -116,7 +120,7 @@ def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], N
         drafter_path=Path(config.drafter),
         num_threads=config.num_threads,
         cuda_graphs=config.cuda_graphs,
-        config=EngineConfig(num_draft_tokens=config.num_draft_tokens),
+        config=EngineConfig(num_draft_tokens=config.num_draft_tokens, tree_nodes=config.tree_nodes),
     )
     output.parent.mkdir(parents=True, exist_ok=True)  # now rather than after minutes of work
     runs = _decode_both_ways(engine, rows, config, on_progress)
@@ -176,7 +180,7 @@ def _summary(engine: Engine, runs: list[_Run], rows: list[PromptRow], config: Ev
         acceptance.add(drafted.acceptance)
     num = len(acceptance.proposed_by_position)
     t_base = timings.t_base(config.batch)
-    t_draft, t_verify = timings.t_draft(config.batch, num), timings.t_verify(config.batch, num)
+    t_draft, t_verify = timings.t_draft(config.batch, num), timings.t_verify(config.batch, engine.tree_nodes or num)
     predicted = None
     if t_base and t_draft and t_verify and acceptance.tau:
         predicted = t_base * acceptance.tau / (t_draft + t_verify)
@@ -201,6 +205,7 @@ def _summary(engine: Engine, runs: list[_Run], rows: list[PromptRow], config: Ev
         tokens=plain_tokens,
         batch=config.batch,
         num_draft_tokens=num,
+        tree_nodes=engine.tree_nodes,
         max_new_tokens=config.max_new_tokens,
         dtype=config.dtype,
         backend=engine.backend.name,

@@ -1,8 +1,8 @@
-"""`draftloop train`: a rollout set in, a drafter checkpoint with its provenance and training curve out.
+"""`draftloop train`: a rollout set in, a drafter checkpoint with its provenance and training curve out, and a verdict.
 
 Ray Train runs `training.Trainer` on one or more workers (`train_worker.py`). A worker that dies is replaced and goes on
 from the last saved step; the same command after a killed driver goes on too. On CPUs the weights are those of an
-undisturbed run.
+undisturbed run. At the end the real engine decodes held-out prompts (`parity.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
 from drafters.checkpoint import is_drafter
 from drafters.target import Target, load_target, target_fingerprint
 from pipelines.evaluate import versions
+from pipelines.mask_token import mask_token
+from pipelines.parity import ParityCase, run_parity
 from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutSet, open_rollouts
 from pipelines.train_config import TrainConfig, TrainError
-from pipelines.train_worker import DRAFTER, REPORT, is_usable, train_worker
+from pipelines.train_worker import DRAFTER, PARITY, REPORT, is_usable, train_worker
 from pipelines.training import CurvePoint
 
 DRAFTER_FILES = {"config.json", "model.safetensors", "provenance.json", "evaluation.json"}
@@ -57,16 +60,25 @@ class TrainReport:
     acceptance_by_position: list[float]
     draft_vocab_size: int
     draft_vocab_coverage: float  # share of the held-out response tokens that can be drafted
+    tau_by_category: dict[str, float]  # expected tau of the held-out sequences by category
+    served_tau: float | None  # in the real engine, on the prompts of the parity gate
+    parity_passed: bool | None  # whether that is the tau expected on these prompts; None: it could not be measured
+    parity_verdict: str  # both figures in one line
 
 
 OnProgress = Callable[[CurvePoint], None]
 
 
 def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainReport:
-    """Train a drafter. Raises TargetError, RolloutError or TrainError."""
+    """Train a drafter, save it and hold it against the engine. Raises TargetError, RolloutError or TrainError.
+
+    One that fails the parity gate is kept; the report and its provenance say so.
+    """
     started = time.monotonic()
     target = load_target(config.target)
     rollouts = check_rollouts(config, target)
+    check_taps(config, target, rollouts)
+    mask = mask_token(target, rollouts, config.dflash.mask_token_id) if config.kind == "dflash" else None
     output = Path(config.output).expanduser().resolve()
     check_output(output)
     start_ray()
@@ -80,6 +92,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
             "config": config,
             "target_path": str(target.path.absolute()),
             "rollouts": rollouts.uri,
+            "mask_token_id": mask,
             "board": board,
             "versions": versions(),
         },
@@ -105,8 +118,18 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     with result.checkpoint.as_directory() as folder:
         _install(Path(folder) / DRAFTER, output)
         report = json.loads((Path(folder) / REPORT).read_text())
+        cases = [ParityCase(**case) for case in json.loads((Path(folder) / PARITY).read_text())]
     shutil.rmtree(work, ignore_errors=True)
-    return TrainReport(**report, output=str(output), seconds=time.monotonic() - started)
+    device = "cuda" if config.use_gpu and torch.cuda.is_available() else "cpu"
+    parity = run_parity(target.path, output, cases, config.drafts(), device)
+    return TrainReport(
+        **report,
+        output=str(output),
+        seconds=time.monotonic() - started,
+        served_tau=parity.served,
+        parity_passed=parity.passed,
+        parity_verdict=parity.verdict(),
+    )
 
 
 def check_rollouts(config: TrainConfig, target: Target) -> RolloutSet:
@@ -121,6 +144,16 @@ def check_rollouts(config: TrainConfig, target: Target) -> RolloutSet:
     if usable < 2:
         raise TrainError(f"{usable} usable rollouts are too few to train on (of {len(rollouts)}); generate more")
     return rollouts
+
+
+def check_taps(config: TrainConfig, target: Target, rollouts: RolloutSet) -> None:
+    """Raise TrainError if the loss needs the target's logits, which only its last layer's features give."""
+    taps, last = rollouts.metadata.target_layer_ids, target.num_layers - 1
+    if config.steps.loss.kind == "kl" and taps[-1] != last:
+        raise TrainError(
+            f"loss is kl, which needs the features of the target's last layer ({last}), and the rollouts tap "
+            f"{', '.join(map(str, taps))}; generate them with that layer, or give the cross_entropy loss"
+        )
 
 
 def check_output(output: Path) -> None:

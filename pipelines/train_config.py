@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import get_args
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
-from drafters.mtp import Kind
+from drafters.losses import LossConfig, LossKind, LossWeights
 from pipelines.training import StepConfig
 
 DRAFT_VOCAB_COVERAGE = 0.95
+MTP_DRAFT_TOKENS = 5
+
+DrafterKind = Literal["recursive", "independent", "dflash"]
 
 
 class TrainError(ValueError):
     """Training that cannot be done; the message is one line with cause and mend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndependentOptions:
+    """What only independent MTP heads have."""
+
+    own_lm_head: bool = False  # a projection of their own instead of the target's LM head
+    shared_trunk: bool = False  # one residual block before all heads
+    anchor_embedding: bool = False  # the heads also read the token that drafts follow
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions:
+    """What only DFlash has."""
+
+    block_size: int = 8  # the anchor included; block_size - 1 drafts
+    num_hidden_layers: int = 1  # of the drafter
+    selector_top_k: int = 16  # candidates per slot for the path selector; 0: no selector
+    conv_kernel_size: int = 0  # taps of the convolutions along the block; 0: none
+    confidence_head: bool = False  # estimates each slot's acceptance
+    slot_context: bool = False  # every slot reads the newest context feature and the anchor's embedding
+    sliding_window: int = 0  # all layers see positions less than this apart; 0: everything
+    init_from_target_layers: bool = False  # start as the target's last layers instead of at random
+    mask_token_id: int | None = None  # fills the block's slots; None: a token that never occurs (`mask_token.py`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +50,15 @@ class TrainConfig:
     target: str = "smollm2"  # a shipped name, a Hugging Face id, a folder, a .gguf file
     rollouts: str  # --output of generate
     output: str  # folder of the drafter checkpoint
-    kind: Kind = "recursive"  # or independent
-    num_draft_tokens: int = 5  # drafts that the drafter is trained for (K)
+    kind: DrafterKind = "recursive"
+    num_draft_tokens: int | None = None  # K, drafts that an MTP drafter is trained for; None: 5
     draft_vocab_coverage: float | None = None  # share of unseen response tokens that can be drafted; None: 0.95
     draft_vocab_size: int | None = None  # in place of the coverage: so many tokens can be drafted; 0: all
-    own_lm_head: bool = False  # independent heads: a projection of their own instead of the target's LM head
+    independent: IndependentOptions = field(default_factory=IndependentOptions)
+    dflash: DFlashOptions = field(default_factory=DFlashOptions)
     held_out: float = 0.05  # share of the rollouts that expected tau is measured on
-    steps: StepConfig = field(default_factory=StepConfig)  # the optimiser
+    steps: StepConfig = field(default_factory=StepConfig)  # the optimiser and the loss
+    parity_prompts: int = 32  # held-out prompts that the parity gate decodes, at most
     num_workers: int = 1  # Ray Train workers
     cpus_per_worker: float = 1.0  # logical CPUs that Ray sets aside
     threads_per_worker: int | None = None  # of torch; None: the machine's cores over the workers
@@ -36,33 +66,81 @@ class TrainConfig:
     save_every_steps: int = 100  # a worker that dies loses at most so many steps
 
     def __post_init__(self) -> None:
-        steps, divisor = self.steps, max(1, self.num_workers)
-        size, coverage = self.draft_vocab_size, self.draft_vocab_coverage
-        if size is not None and coverage is not None:
-            raise TrainError(
-                f"draft_vocab_size is {size} and draft_vocab_coverage is {coverage:g}; give one of the two"
-            )
-        for name, value, good, mend in (
-            ("kind", self.kind, self.kind in get_args(Kind), " or ".join(get_args(Kind))),
-            ("num_draft_tokens", self.num_draft_tokens, self.num_draft_tokens >= 1, "at least 1"),
+        for name, value, good, mend in (*self._checks(), *_step_checks(self.steps, max(1, self.num_workers))):
+            if not good:
+                raise TrainError(f"{name} is {value}; give {mend}")
+        self._check_belonging()
+        _check_loss(self.steps.loss)
+
+    def drafts(self) -> int:
+        """K, whatever the kind."""
+        if self.kind == "dflash":
+            return self.dflash.block_size - 1
+        return MTP_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
+
+    def _checks(self) -> tuple[tuple[str, Any, bool, str], ...]:
+        """(name, value, whether it is good, what to give) of the run's own options."""
+        size, coverage, number, block = (
+            self.draft_vocab_size, self.draft_vocab_coverage, self.num_draft_tokens, self.dflash,
+        )  # fmt: skip
+        return (
+            ("kind", self.kind, self.kind in get_args(DrafterKind), " or ".join(get_args(DrafterKind))),
+            ("num_draft_tokens", number, number is None or number >= 1, "at least 1"),
             ("draft_vocab_size", size, size is None or size >= 0, "0 for all tokens, or more"),
             ("draft_vocab_coverage", coverage, coverage is None or 0 < coverage <= 1, "a share, such as 0.95"),
-            ("own_lm_head", True, not self.own_lm_head or self.kind == "independent", "it to independent heads only"),
+            ("block_size", block.block_size, block.block_size >= 2, "at least 2"),
+            ("num_hidden_layers", block.num_hidden_layers, block.num_hidden_layers >= 1, "at least 1"),
+            ("selector_top_k", block.selector_top_k, block.selector_top_k >= 0, "0 for no selector, or more"),
+            ("conv_kernel_size", block.conv_kernel_size, block.conv_kernel_size >= 0, "0 for none, or more"),
             ("held_out", self.held_out, 0 < self.held_out < 1, "a share between 0 and 1"),
+            ("parity_prompts", self.parity_prompts, self.parity_prompts >= 1, "at least 1"),
             ("num_workers", self.num_workers, self.num_workers >= 1, "at least 1"),
             ("cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "more than 0"),
             ("save_every_steps", self.save_every_steps, self.save_every_steps >= 1, "at least 1"),
-            ("epochs", steps.epochs, steps.epochs > 0, "more than 0"),
-            ("sequences_per_step", steps.sequences_per_step, steps.sequences_per_step >= 1, "at least 1"),
-            (
-                "sequences_per_step",
-                steps.sequences_per_step,
-                steps.sequences_per_step % divisor == 0,
-                f"a multiple of the {divisor} workers",
-            ),
-            ("anchors_per_sequence", steps.anchors_per_sequence, steps.anchors_per_sequence >= 1, "at least 1"),
-            ("learning_rate", steps.learning_rate, steps.learning_rate > 0, "more than 0"),
-            ("rho", steps.rho, 0 < steps.rho <= 1, "more than 0 and at most 1"),
-        ):
-            if not good:
-                raise TrainError(f"{name} is {value}; give {mend}")
+        )
+
+    def _check_belonging(self) -> None:
+        """Refuse options that mean nothing to the kind, and two that say the same."""
+        if self.draft_vocab_size is not None and self.draft_vocab_coverage is not None:
+            raise TrainError(
+                f"draft_vocab_size is {self.draft_vocab_size} and draft_vocab_coverage is "
+                f"{self.draft_vocab_coverage:g}; give one of the two"
+            )
+        for kind, options in (("independent", self.independent), ("dflash", self.dflash)):
+            changed = [f.name for f in fields(options) if getattr(options, f.name) != f.default]
+            if changed and self.kind != kind:
+                value = getattr(options, changed[0])
+                raise TrainError(f"{changed[0]} is {value}; give it to kind {kind} only, not to {self.kind}")
+        if self.kind == "dflash" and self.num_draft_tokens is not None:
+            raise TrainError(
+                f"num_draft_tokens is {self.num_draft_tokens}; give block_size instead: one less is drafted"
+            )
+
+
+def _step_checks(steps: StepConfig, workers: int) -> tuple[tuple[str, Any, bool, str], ...]:
+    number = steps.sequences_per_step
+    return (
+        ("epochs", steps.epochs, steps.epochs > 0, "more than 0"),
+        ("sequences_per_step", number, number >= 1, "at least 1"),
+        ("sequences_per_step", number, number % workers == 0, f"a multiple of the {workers} workers"),
+        ("anchors_per_sequence", steps.anchors_per_sequence, steps.anchors_per_sequence >= 1, "at least 1"),
+        ("learning_rate", steps.learning_rate, steps.learning_rate > 0, "more than 0"),
+    )
+
+
+def _check_loss(loss: LossConfig) -> None:
+    """Refuse a loss that there is not, and weights' options that the chosen weights do not have."""
+    gamma = loss.gamma
+    for name, value, good, mend in (
+        ("loss", loss.kind, loss.kind in get_args(LossKind), " or ".join(get_args(LossKind))),
+        ("loss_weights", loss.weights, loss.weights in get_args(LossWeights), " or ".join(get_args(LossWeights))),
+        ("rho", loss.rho, 0 < loss.rho <= 1, "more than 0 and at most 1"),
+        ("gamma", gamma, gamma is None or 0 < gamma < math.inf, "more than 0"),
+        ("smoothing", loss.smoothing, 0 <= loss.smoothing <= 1, "a share between 0 and 1"),
+    ):
+        if not good:
+            raise TrainError(f"{name} is {value}; give {mend}")
+    for name, weights in (("rho", "geometric"), ("gamma", "exponential"), ("smoothing", "dpace")):
+        changed = getattr(loss, name) != LossConfig.__dataclass_fields__[name].default
+        if changed and loss.weights != weights:
+            raise TrainError(f"{name} is {getattr(loss, name)}; give it to {weights} loss weights only")

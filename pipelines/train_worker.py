@@ -15,15 +15,17 @@ from ray.train import Checkpoint
 from ray.train.torch import get_device
 
 from drafters.checkpoint import save_checkpoint
-from drafters.mtp import IndependentHeads, MtpConfig, RecursiveHead, make_mtp
+from drafters.losses import FinalNorm
 from drafters.target import shared_weights
-from pipelines.draft_vocabulary import coverage_of, draft_vocabulary
+from pipelines.draft_vocabulary import coverage_of
+from pipelines.fresh_drafter import fresh_drafter
+from pipelines.parity import parity_cases
 from pipelines.rollout_schema import Rollout
 from pipelines.rollout_store import RolloutSet, open_rollouts
-from pipelines.train_config import DRAFT_VOCAB_COVERAGE, TrainConfig, TrainError
+from pipelines.train_config import TrainConfig, TrainError
 from pipelines.training import CurvePoint, Trainer, TrainingSequence
 
-STATE, DRAFTER, REPORT = "trainer.pt", "drafter", "report.json"
+STATE, DRAFTER, REPORT, PARITY = "trainer.pt", "drafter", "report.json", "parity.json"
 SHOW_EVERY = 5  # steps between points sent to the driver
 
 
@@ -35,11 +37,15 @@ def train_worker(arguments: dict[str, Any]) -> None:
     torch.set_num_threads(config.threads_per_worker or max(1, (os.cpu_count() or 1) // world))
     rollouts = open_rollouts(arguments["rollouts"])  # absolute: a worker runs in a folder of its own
     training, held_out = split(read_sequences(rollouts), config.held_out)
-    module = build_module(config, Path(arguments["target_path"]), rollouts, training).to(get_device())
+    target_path, layers = Path(arguments["target_path"]), rollouts.metadata.target_layer_ids
+    module = fresh_drafter(config, target_path, layers, training, arguments["mask_token_id"]).to(get_device())
     forward: torch.nn.Module = module
     if world > 1:  # the borrowed weights are large and equal everywhere: never broadcast buffers
         forward = torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
-    trainer = Trainer(module, training, held_out, config.steps, rank=rank, world=world, forward=forward)
+    norm = _final_norm(target_path) if config.steps.loss.kind == "kl" else None
+    trainer = Trainer(
+        module, training, held_out, config.steps, rank=rank, world=world, forward=forward, final_norm=norm
+    )
     curve = _restore(trainer)
     for point in trainer.run():
         last = point.step == point.total_steps
@@ -65,7 +71,9 @@ def read_sequences(rollouts: RolloutSet) -> list[TrainingSequence]:
     for rollout in rollouts.rollouts():
         if rollout.features_TF is not None and is_usable(rollout):
             ids = torch.tensor(rollout.prompt_ids + rollout.response_ids)
-            sequences.append(TrainingSequence(ids, len(rollout.prompt_ids), rollout.features_TF))
+            greedy = rollout.temperature == 0
+            prompt_len, features = len(rollout.prompt_ids), rollout.features_TF
+            sequences.append(TrainingSequence(ids, prompt_len, features, rollout.category, greedy))
     return sequences
 
 
@@ -85,39 +93,9 @@ def split(sequences: list[TrainingSequence], held_out: float) -> tuple[list[Trai
     return [s for i, s in enumerate(sequences) if i % every != every - 1], chosen
 
 
-def build_module(
-    config: TrainConfig, target_path: Path, rollouts: RolloutSet, training: list[TrainingSequence]
-) -> RecursiveHead | IndependentHeads:
-    """A fresh drafter in the target's dimensions, with the draft vocabulary of these rollouts."""
+def _final_norm(target_path: Path) -> FinalNorm:
     shared = shared_weights(target_path, torch.float32)
-    vocab_size, width = shared.embedding_VD.shape
-    coverage = config.draft_vocab_coverage or DRAFT_VOCAB_COVERAGE
-    vocabulary = draft_vocabulary(training, vocab_size, config.draft_vocab_size, coverage)
-    head_dim = 64 if width % 64 == 0 else 32 if width % 32 == 0 else 8
-    heads = max(1, width // head_dim)
-    with torch.random.fork_rng():
-        torch.manual_seed(config.steps.seed)
-        module = make_mtp(
-            MtpConfig(
-                kind=config.kind,
-                hidden_size=width,
-                vocab_size=vocab_size,
-                target_layer_ids=rollouts.metadata.target_layer_ids,
-                num_draft_tokens=config.num_draft_tokens,
-                draft_vocab_size=len(vocabulary),
-                own_lm_head=config.own_lm_head,
-                num_attention_heads=heads,
-                num_key_value_heads=max(k for k in (1, 2, 3, 4) if heads % k == 0),
-                head_dim=head_dim,
-                intermediate_size=-(-8 * width // (3 * 32)) * 32,
-                rms_eps=shared.rms_eps,
-            )
-        )
-    module.draft_vocab_ids.copy_(vocabulary)
-    module.bind(shared)
-    if isinstance(module, IndependentHeads):
-        module.start_from_target()
-    return module
+    return FinalNorm(shared.final_norm_D, shared.rms_eps)
 
 
 def _restore(trainer: Trainer) -> list[CurvePoint]:
@@ -154,6 +132,7 @@ def _finish(
         "accuracy_by_position": last.accuracy_by_position,
         "expected_tau": last.expected_tau,
         "acceptance_by_position": last.acceptance_by_position,
+        "tau_by_category": last.tau_by_category,
         **vocabulary,
     }
     provenance = {
@@ -163,6 +142,7 @@ def _finish(
         "rollouts": [{"uri": rollouts.uri, "manifest_sha256": rollouts.manifest_sha256}],
         "command": "draftloop train",
         "config": asdict(config),
+        "mask_token_id": arguments["mask_token_id"],
         "seed": config.steps.seed,
         **vocabulary,  # the coverage is that of the held-out responses
         "draft_vocab_training_coverage": coverage_of(module.draft_vocab_ids, trainer.sequences),
@@ -171,6 +151,7 @@ def _finish(
         "training_curve": [asdict(point) for point in curve],
         "versions": arguments["versions"],
     }
-    assert isinstance(module, (RecursiveHead, IndependentHeads))
     save_checkpoint(folder / DRAFTER, module, provenance)
     (folder / REPORT).write_text(json.dumps(report))
+    cases = parity_cases(module, trainer.held_out, trainer.num_draft_tokens, config.parity_prompts)
+    (folder / PARITY).write_text(json.dumps([asdict(case) for case in cases]))

@@ -1,14 +1,14 @@
 """The training step of a drafter, without Ray: sequences in, a trained module and its curve out.
 
-The target is frozen; the loss is sum_k rho^(k-1) * cross-entropy of step k (DESIGN, frozen MTP regime). Expected tau is
-read off by walking held-out continuations of the target round by round, as the engine would. `train.py` runs it on Ray.
+The target is frozen; the loss is a weighted sum over draft positions (`drafters/losses.py`). Expected tau is read off
+by walking held-out continuations of the target round by round, as the engine would. `train.py` runs it on Ray.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafters.acceptance import Acceptance
 from drafters.drafter_module import DrafterModule, DraftLogits
-from drafters.losses import draft_loss, geometric_weights
+from drafters.losses import FinalNorm, LossConfig, draft_loss, supervise
 from drafters.training_batch import TrainingBatch, pad_sequences, random_anchors
 
 
@@ -28,6 +28,8 @@ class TrainingSequence:
     ids: Tensor  # int64 [T], prompt and response
     prompt_len: int
     features: Tensor  # [T - 1, taps * D]
+    category: str = ""  # of its prompt
+    greedy: bool = True  # the response is the target's argmax throughout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class StepConfig:
     warmup_fraction: float = 0.04  # of all steps; then cosine to zero
     weight_decay: float = 0.01
     clip_norm: float = 1.0  # of the gradient
-    rho: float = 0.8  # lambda_k = rho^(k-1)
+    loss: LossConfig = field(default_factory=LossConfig)  # what is minimised
     seed: int = 0
     evaluations: int = 5  # times that expected tau is measured, the end included
 
@@ -58,6 +60,7 @@ class CurvePoint:
     expected_tau: float | None = None  # on the held-out sequences, where measured
     acceptance_by_position: list[float] | None = None
     tokens: int = 0  # response tokens seen so far, repeats counted
+    tau_by_category: dict[str, float] | None = None  # expected tau of the held-out sequences, category by category
 
     @property
     def evaluated(self) -> bool:
@@ -80,24 +83,41 @@ def expected_acceptance(module: DrafterModule, sequences: list[TrainingSequence]
     Rounds that would draft past the known continuation are left out.
     """
     acceptance = Acceptance()
+    for accepted in accepted_drafts(module, sequences, num_draft_tokens):
+        acceptance.add(walk_rounds(accepted, num_draft_tokens))
+    return acceptance
+
+
+def accepted_drafts(module: DrafterModule, sequences: list[TrainingSequence], num_draft_tokens: int) -> list[list[int]]:
+    """Per sequence, how many drafts would be kept in a round that begins after response token i = 0, 1, 2 ...
+
+    The lists end where drafts would reach past the known continuation.
+    """
     was_training, device = module.training, module.lm_head_WD.device
     module.eval()
-    with torch.no_grad():
-        for sequence in sequences:
-            first = sequence.prompt_len - 1
-            count = len(sequence.ids) - 1 - num_draft_tokens - first
-            if count < 1:
-                continue
-            anchors = torch.arange(first, first + count)[None]
-            batch = make_batch([sequence], anchors, torch.ones_like(anchors, dtype=torch.bool)).to(device)
-            drafts = module.propose(batch)[0, :, :num_draft_tokens]
-            match = drafts == batch.labels(num_draft_tokens)[0]
-            accepted = match.long().cumprod(dim=1).sum(dim=1).tolist()
-            place = 0
-            while place < count:
-                acceptance.record(num_draft_tokens, accepted[place])
-                place += accepted[place] + 1
+    accepted: list[list[int]] = []
+    for sequence in sequences:
+        first = sequence.prompt_len - 1
+        count = len(sequence.ids) - 1 - num_draft_tokens - first
+        if count < 1:
+            accepted.append([])
+            continue
+        anchors = torch.arange(first, first + count)[None]
+        batch = make_batch([sequence], anchors, torch.ones_like(anchors, dtype=torch.bool)).to(device)
+        drafts = module.propose(batch)[0, :, :num_draft_tokens]
+        match = drafts == batch.labels(num_draft_tokens)[0]
+        accepted.append(match.long().cumprod(dim=1).sum(dim=1).tolist())
     module.train(was_training)
+    return accepted
+
+
+def walk_rounds(accepted: Sequence[int], num_draft_tokens: int) -> Acceptance:
+    """The rounds within one list of `accepted_drafts`: each begins after the last token of the one before it."""
+    acceptance, place = Acceptance(), 0
+    while place < len(accepted):
+        kept = min(accepted[place], num_draft_tokens)
+        acceptance.record(num_draft_tokens, kept)
+        place += kept + 1
     return acceptance
 
 
@@ -125,7 +145,10 @@ class Trainer:
         rank: int = 0,
         world: int = 1,
         forward: torch.nn.Module | None = None,
+        final_norm: FinalNorm | None = None,
     ):
+        if config.loss.kind == "kl" and final_norm is None:
+            raise ValueError("the kl loss recomputes the target's logits; give its final_norm")
         if config.sequences_per_step % world:
             raise ValueError(f"sequences_per_step ({config.sequences_per_step}) must divide by {world} workers")
         if not sequences:
@@ -135,7 +158,10 @@ class Trainer:
         self.rank, self.world = rank, world
         self.total_steps = total_steps(config, len(sequences))
         self.num_draft_tokens = module.config.num_draft_tokens
-        self.weights_K = geometric_weights(self.num_draft_tokens, config.rho).to(module.lm_head_WD.device)
+        device = module.lm_head_WD.device
+        self.final_norm = None
+        if final_norm is not None and config.loss.kind == "kl":
+            self.final_norm = FinalNorm(final_norm.weight_D.to(device), final_norm.eps)
         parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
@@ -164,9 +190,9 @@ class Trainer:
                 continue
             self._step(step, chosen, anchor_seed, window)
             self.done = step
-            measured = None
+            measured = by_category = None
             if step % every == 0 or step == self.total_steps:
-                measured = expected_acceptance(self.module, self.held_out, self.num_draft_tokens)
+                measured, by_category = self._expected()
             correct, known = torch.as_tensor(window.correct_K), torch.as_tensor(window.known_K)
             yield CurvePoint(
                 step=step,
@@ -177,9 +203,23 @@ class Trainer:
                 expected_tau=measured.tau if measured else None,
                 acceptance_by_position=measured.by_position if measured else None,
                 tokens=tokens,
+                tau_by_category=by_category,
             )
             if step % 10 == 0 or measured:
                 window = _Window()
+
+    def _expected(self) -> tuple[Acceptance, dict[str, float]]:
+        """Expected acceptance on the held-out sequences, and tau of each of their categories."""
+        parts: dict[str, list[TrainingSequence]] = {}
+        for sequence in self.held_out:
+            parts.setdefault(sequence.category, []).append(sequence)
+        whole, taus = Acceptance(), {}
+        for category, sequences in sorted(parts.items()):
+            part = expected_acceptance(self.module, sequences, self.num_draft_tokens)
+            whole.add(part)
+            if part.tau is not None:
+                taus[category] = part.tau
+        return whole, taus
 
     def _order(self) -> Iterator[tuple[list[TrainingSequence], int]]:
         """This worker's sequences of every step and a seed for their anchors: a function of seed and step alone."""
@@ -202,14 +242,9 @@ class Trainer:
             torch.Generator().manual_seed(anchor_seed),
         )
         batch = make_batch(chosen, anchors, mask).to(device)
-        labels = batch.labels(self.num_draft_tokens)
         output: DraftLogits = self.forward(batch)
-        result = draft_loss(
-            output.logits_BAKW.flatten(0, 1),
-            labels.flatten(0, 1),
-            self.module.draft_labels(labels).flatten(0, 1),
-            self.weights_K,
-        )
+        supervision = supervise(self.module, batch, self.final_norm)
+        result = draft_loss(self.config.loss, output.logits_BAKW.flatten(0, 1), supervision)
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         self.optimizer.zero_grad(set_to_none=True)

@@ -19,6 +19,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from drafters.checkpoint import CheckpointError, load_module
+from drafters.draft_tree import MAX_TREE_NODES
 from drafters.target import TargetError, load_target
 from drafters.target_source import SMOLLM2_NAMES
 from serving.replica import Replica
@@ -54,7 +55,8 @@ class ServeConfig(BaseModel):
     max_waiting: Annotated[int, Field(ge=0)] = (
         64  # requests that may wait for a slot, per replica; further ones get 503
     )
-    num_draft_tokens: Annotated[int, Field(ge=0)] = 4  # most drafts per round; 0 decodes plainly
+    num_draft_tokens: Annotated[int, Field(ge=0)] = 5  # most drafts per round, or depth of a tree; 0 decodes plainly
+    tree_nodes: Annotated[int, Field(ge=0, le=MAX_TREE_NODES)] = 15  # most nodes of a draft tree; 0: chains
     adapt_draft_length: bool = True  # choose each sequence's number by cost, so that drafting switches itself off
     target_layer_ids: list[int] | None = None  # layers to tap beside the drafter's, for drafters swapped in later
     num_replicas: Positive = 1

@@ -67,7 +67,11 @@ class Replica:
             target_layer_ids=config.target_layer_ids,
             num_threads=config.threads,
             cuda_graphs=config.cuda_graphs,
-            config=EngineConfig(num_draft_tokens=config.num_draft_tokens, adapt_draft_length=config.adapt_draft_length),
+            config=EngineConfig(
+                num_draft_tokens=config.num_draft_tokens,
+                tree_nodes=config.tree_nodes,
+                adapt_draft_length=config.adapt_draft_length,
+            ),
         )
         self._backend = engine.backend
         self._engine = AsyncEngine(engine, max_waiting=config.max_waiting, stall_timeout_s=config.stall_timeout_s)

@@ -75,7 +75,8 @@ class TextEngine:
         device: str = "cpu",
         num_slots: int = 8,
         max_len: int = 2048,
-        num_draft_tokens: int = 4,
+        num_draft_tokens: int = 5,
+        tree_nodes: int = 7,
     ) -> TextEngine:
         """Load a target as `--target` names it, with the drafter in a folder. Raises what `build_engine` raises."""
         found = load_target(target)
@@ -87,7 +88,7 @@ class TextEngine:
             num_slots=num_slots,
             max_len=max_len,
             drafter_path=Path(drafter) if drafter is not None else None,
-            config=EngineConfig(num_draft_tokens=num_draft_tokens),
+            config=EngineConfig(num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes),
         )
         return cls(engine, found)
 

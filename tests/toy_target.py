@@ -154,3 +154,68 @@ class RandomProposer(_TargetDrafter):
                 probs_BKC=torch.from_numpy(self.probs).expand(batch, num, -1),
             ),
         )
+
+
+class RightInATree(_TargetDrafter):
+    """Trees in which the target's own token is the second child at every depth; the wrong first child has children too.
+
+    Nodes in order of depth: wrong, right, and below each of them again. The path that is right is never the first.
+    """
+
+    name = "right-in-a-tree"
+    max_tree_nodes = 63
+
+    def draft(self, request: DraftRequest) -> DraftReply:
+        sequences = self._observe(request)
+        tokens, parents = [], []
+        for right in self._continue(sequences, request.num_draft_tokens):
+            row, above, last = [], [], -1
+            for depth, token in enumerate(right):
+                row += [(token + 1) % self.vocab_size, token, (token + 2) % self.vocab_size]
+                above += [last, last, 3 * depth - 3 if depth else -1]  # the third grows on the wrong one
+                last = 3 * depth + 1
+            tokens.append(row[: request.tree_nodes])
+            parents.append(above[: request.tree_nodes])
+        width = len(tokens[0])
+        shape = (len(tokens), width)
+        return DraftReply(
+            tokens_BK=torch.tensor(tokens, dtype=torch.int64).view(shape),
+            parents_BK=torch.tensor(parents, dtype=torch.int64).view(shape),
+            confidence_BK=torch.linspace(0.9, 0.5, width).expand(shape) if width else torch.zeros(shape),
+        )
+
+
+class SampledTrees(RandomProposer):
+    """Trees whose siblings are drawn one after another without replacement from a fixed distribution.
+
+    Two children below the anchor, two below the first of them, one below the second.
+    """
+
+    name = "sampled-trees"
+    max_tree_nodes = 5
+    parents = (-1, -1, 0, 0, 1)
+
+    def draft(self, request: DraftRequest) -> DraftReply:
+        self._observe(request)
+        seeds, batch = np.array(request.seeds), len(request.slots)
+        if request.num_draft_tokens == 0:
+            return DraftReply(tokens_BK=torch.empty((batch, 0), dtype=torch.int64))
+        positions = np.array([s + c + 1 for s, c in zip(request.starts, request.counts, strict=True)])
+        nodes: list[np.ndarray] = []
+        for node, parent in enumerate(self.parents):
+            left = np.tile(self.probs, (batch, 1))
+            for sibling in range(node):
+                if self.parents[sibling] == parent:
+                    left[np.arange(batch), nodes[sibling]] = 0.0
+            u = random_stream.uniforms(seeds, positions * 8 + node, random_stream.DRAFT)
+            cdf = left.cumsum(axis=1)
+            nodes.append((cdf < u[:, None] * cdf[:, -1:]).sum(axis=1))
+        chosen_BK = np.stack(nodes, axis=1)
+        shape = (batch, len(self.parents), len(self.ids))
+        return DraftReply(
+            tokens_BK=torch.from_numpy(self.ids[chosen_BK]),
+            parents_BK=torch.tensor(self.parents).expand(batch, -1),
+            probs=SparseProbs(
+                ids_BKC=torch.from_numpy(self.ids).expand(shape), probs_BKC=torch.from_numpy(self.probs).expand(shape)
+            ),
+        )

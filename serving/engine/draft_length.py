@@ -3,6 +3,10 @@
 In: seconds of passes by rows and of drafts by (batch, number), and what was accepted, all as they are observed in
 service. Out: the next round's `num_draft_tokens` of every sequence, 0 included. A row pays while the chance that its
 draft is reached and accepted outweighs its part of the pass: S = T_base * tau / (T_draft + T_verify), row by row.
+
+Where a drafter tells how sure it is of each draft, the same rule is applied once more to what it has drafted: its
+likeliest drafts over all sequences are verified, as many as pay. Of a tree, the likeliest few are a chain if that is
+what is likeliest: so chain, tree and off are one decision, made by the rows that are free.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from serving.engine.confidence import Calibration
 
 _FASTER, _SLOWER = 0.3, 0.06  # weight of a timing below or above the running one: other processes only ever add time
 _OUTLIER = 3.0  # a timing counts at most so many times the running one
@@ -109,9 +115,14 @@ class _Choice:
 class DraftLengthChooser:
     """Observes rounds and picks the next one's `num_draft_tokens` of every sequence."""
 
-    def __init__(self, max_draft_tokens: int, *, equal_lengths: bool = False):
+    def __init__(self, max_draft_tokens: int, *, equal_lengths: bool = False, trees: bool = False):
         self.max_draft_tokens = max_draft_tokens  # may change between rounds
-        self._equal_lengths = equal_lengths  # one number for all sequences of a round
+        self._equal_lengths = equal_lengths or trees  # one number for all sequences of a round
+        self._trees = trees  # a number is a tree's depth, and its nodes are chosen by `worth_verifying`
+        self._calibration = Calibration()
+        self._probed: int | None = None  # the number that this round tries
+        self._profiles: dict[int, np.ndarray] = {}  # by depth, running mean of the confidence in a tree's nodes
+        self._depth = 0  # of the trees that were asked for
         self.acceptance = PositionAcceptance()  # over all sequences: the prior of each
         self._steps = _Curve()  # by rows of the pass
         self._drafts: dict[int, _Curve] = {}  # by batch, then by number
@@ -131,11 +142,54 @@ class DraftLengthChooser:
         best = self._best(sequences, plain_rows)
         number = self._probe(batch, sequences, plain_rows, best)
         self._rounds[batch] += 1
+        self._probed, self._depth = number, max(best.lengths, default=0) if number is None else number
         if number is not None:
             return [number] * batch
         if any(best.lengths):
             self._probe_gap[batch] = min(self._probe_gap.get(batch, _PROBE_SOON), _PROBE_EVERY)
         return best.lengths
+
+    def worth_verifying(self, confidence: Sequence[Sequence[float]], plain_rows: int, draft_s: float) -> list[int]:
+        """How many of each sequence's drafts to verify, by their falling confidence and the seconds spent so far."""
+        chances_B = [self._calibration.chances(drafts) for drafts in confidence]
+        counts = [len(c) for c in chances_B]
+        if self._trees and counts:
+            self._note_profile(confidence)
+        if self._probed is not None:  # the rows that it was to show the cost of
+            return [min(n, self._probed) for n in counts]
+        chances, base = np.concatenate([np.empty(0), *chances_B]), plain_rows + len(counts)
+        order = np.argsort(-chances, kind="stable")
+        speeds = self._speeds(chances[order], base, draft_s)
+        if speeds is None or not len(chances):
+            return counts
+        best = int(speeds.argmax())
+        for near in (best - 1, best + 1):  # a cost between two known ones may be a step, not a slope
+            if 0 < near <= len(chances) and base + near not in self._steps.points:
+                best = near
+                break
+        owner = np.repeat(np.arange(len(counts)), counts)
+        return np.bincount(owner[order[:best]], minlength=len(counts)).tolist()
+
+    def _note_profile(self, confidence: Sequence[Sequence[float]]) -> None:
+        known = self._profiles.get(self._depth)
+        length = max(0 if known is None else len(known), *(len(drafts) for drafts in confidence))
+        mean = np.mean([np.pad(np.asarray(d), (0, length - len(d))) for d in confidence], axis=0)
+        if known is not None:
+            known = np.pad(known, (0, length - len(known)))
+            mean = known + 0.1 * (mean - known)
+        self._profiles[self._depth] = mean
+
+    def _speeds(self, chances: np.ndarray, base_rows: int, draft_s: float) -> np.ndarray | None:
+        """Tokens per second with the first 0, 1, ... of the drafts, by their chances; None while times are unknown."""
+        step = self._steps.at(base_rows + np.arange(len(chances) + 1))
+        if step is None:
+            return None
+        tokens = base_rows + np.concatenate([[0.0], chances.cumsum()])
+        return np.asarray(tokens / np.maximum(step + draft_s, 1e-9))
+
+    def observe_confidence(self, confidence: Sequence[float], path: Sequence[int]) -> None:
+        """The drafts of one sequence that were verified, and which of them were kept."""
+        self._calibration.observe(confidence, path)
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """Seconds of a pass of `rows` rows, none of them of a prompt."""
@@ -153,12 +207,20 @@ class DraftLengthChooser:
     def tokens_per_s(self, sequences: Sequence[PositionAcceptance], number: int, plain_rows: int = 0) -> float | None:
         """Expected speed of a round with `number` drafts for everybody; None while a time is unknown."""
         batch = len(sequences)
-        rows = plain_rows + batch * (number + 1)
-        step, draft = self._steps.at(np.array([rows])), self._draft_seconds(batch)
-        if step is None or (draft is None and number):
+        draft = self._draft_seconds(batch)
+        if draft is None and number:
             return None
-        seconds = step[0] + (draft[number] if draft is not None else 0.0)
-        return float((plain_rows + batch + self._reach(sequences)[:, :number].sum()) / max(seconds, 1e-9))
+        draft_s = float(draft[number]) if draft is not None else 0.0
+        if self._trees and number and self._profiles:
+            nearest = min(self._profiles, key=lambda depth: (abs(depth - number), depth))
+            chances = np.repeat(self._calibration.chances(self._profiles[nearest]), batch)
+            speeds = self._speeds(chances, plain_rows + batch, draft_s)
+            return None if speeds is None else float(speeds.max())
+        step = self._steps.at(np.array([plain_rows + batch * (number + 1)]))
+        if step is None:
+            return None
+        tokens = plain_rows + batch + self._reach(sequences)[:, :number].sum()
+        return float(tokens / max(step[0] + draft_s, 1e-9))
 
     def _reach(self, sequences: Sequence[PositionAcceptance]) -> np.ndarray:
         """[B, most]: the chance that a sequence's draft j and all before it are accepted."""
@@ -176,6 +238,12 @@ class DraftLengthChooser:
         if draft is None:
             return found
         reach_BK = self._reach(sequences)
+        if self._trees:
+            for depth in range(1, most + 1):
+                tokens_per_s = self.tokens_per_s(sequences, depth, plain_rows) or 0.0
+                if tokens_per_s > found.tokens_per_s:
+                    found = _Choice(tokens_per_s, [depth] * batch)
+            return found
         for longest in range(1, most + 1):
             chances = reach_BK[:, :longest].T.ravel()  # position by position: of equal chances the earlier one first
             order = np.argsort(-chances, kind="stable")
@@ -221,5 +289,9 @@ class DraftLengthChooser:
         """The number whose turn it is among those thought nearly as fast as the best; while drafting, no draft too."""
         speeds = {n: self.tokens_per_s(sequences, n, plain_rows) or 0.0 for n in range(self.max_draft_tokens + 1)}
         promising = [n for n in speeds if n and speeds[n] >= _PROMISING * best.tokens_per_s] or [1]
+        untried = [n for n in promising if n not in self._profiles] if self._trees else []
+        if untried:  # what a deeper tree brings is not known from a flatter one
+            self._probe_gap[len(sequences)] = _PROBE_SOON
+            return untried[0]
         candidates = [0, *promising] if any(best.lengths) else promising
         return candidates[self._probes[len(sequences)] % len(candidates)]

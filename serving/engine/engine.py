@@ -40,6 +40,7 @@ class EngineConfig:
     """How the engine runs its rounds."""
 
     num_draft_tokens: int = 4  # drafts per round, cut to what the drafter can do; 0 switches drafting off
+    tree_nodes: int = 0  # most nodes of a draft tree of depth num_draft_tokens, if the drafter makes trees; 0: chains
     adapt_draft_length: bool = False  # choose each sequence's number by cost, with num_draft_tokens as the most
     max_prefill_rows: int = 512  # prompt rows per pass, so that a long prompt does not stall running streams
 
@@ -73,6 +74,7 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.stats = EngineStats()
         self.num_draft_tokens = self.config.num_draft_tokens
+        self.tree_nodes = 0
         self._scheduler = Scheduler(backend.num_slots, self.config.max_prefill_rows)
         self._requests: dict[str, Sequence] = {}
         self._finished: list[Progress] = []  # cancelled since the last step
@@ -236,10 +238,13 @@ class Engine:
         if drafter:
             drafter.allocate(self.num_slots, self.max_len)
         self._drafter, self._columns = drafter, columns
+        self.tree_nodes = min(self.config.tree_nodes, drafter.max_tree_nodes) if drafter else 0
         self._chooser = None
         if drafter and self.config.adapt_draft_length:
             self._chooser = DraftLengthChooser(
-                min(self.num_draft_tokens, drafter.max_draft_tokens), equal_lengths=self.backend.wants_equal_runs
+                min(self.num_draft_tokens, drafter.max_draft_tokens),
+                equal_lengths=self.backend.wants_equal_runs,
+                trees=self.tree_nodes > 0,
             )
         for sequence in self._scheduler.running.values():
             sequence.observed, sequence.pending_features = 0, []
@@ -260,25 +265,29 @@ class Engine:
             return [0] * batch, Drafts.none(batch)
         sequences = [plan.decoding[i] for i in places]
         lengths = self._choose_lengths(sequences, plain_rows=batch - len(places))
-        lengths = [min(n, self.max_len - 1 - s.cached) for n, s in zip(lengths, sequences, strict=True)]  # room
+        room = [self.max_len - 1 - s.cached for s in sequences]
+        lengths = [min(n, most) for n, most in zip(lengths, room, strict=True)]
         number = max(lengths)
         if number < 1:
             return [0] * batch, Drafts.none(batch)
         catching_up = max(s.cached - s.observed for s in sequences)
         started = time.perf_counter()
         try:
-            reply = self._drafter.draft(draft_request(sequences, number, self._columns))
-            drafts = usable_drafts(reply, lengths, self.backend.vocab_size)
+            reply = self._drafter.draft(draft_request(sequences, number, self._columns, self.tree_nodes))
+            most = lengths if reply.parents_BK is None else [min(n, self.tree_nodes) for n in room]
+            drafts = usable_drafts(reply, most, self.backend.vocab_size)
         except Exception as error:  # whatever the drafter does, the request goes on
             self._fall_back(sequences, error)
             return [0] * batch, Drafts.none(batch)
         for s in sequences:
             s.observed, s.pending_features = s.cached, []
+        seconds = time.perf_counter() - started
         if not plan.prefilling and catching_up <= self.num_draft_tokens + 1:
-            seconds = time.perf_counter() - started
             self.stats.timings.draft[len(sequences), number].append(seconds)
             if self._chooser:
                 self._chooser.observe_draft(len(sequences), number, seconds)
+        if self._chooser and drafts.confidence is not None:
+            drafts = drafts.cut(self._chooser.worth_verifying(drafts.confidence, batch - len(places), seconds))
         asked = [0] * batch
         for place, length in zip(places, lengths, strict=True):
             asked[place] = length
@@ -323,33 +332,45 @@ class Engine:
         progress, row = [], 0
         for i, (s, outcome) in enumerate(zip(sequences, outcomes, strict=True)):
             decoding = i < len(plan.decoding)
-            verified = outcome.num_accepted + 1 if decoding else fed[i]
-            self._keep_features(s, features_RF, row, verified)
+            kept = [0, *(j + 1 for j in outcome.path)] if decoding else list(range(fed[i]))  # rows that are verified
+            self._keep_features(s, features_RF, row, kept)
+            if kept[-1] >= len(kept):  # a path through a tree that is not its first rows
+                self.backend.move_entries(s.slot, s.cached, [s.cached + j for j in kept])
             row += fed[i]
-            s.cached += verified
+            s.cached += len(kept)
             if decoding and asked[i]:
-                s.acceptance.record(len(drafts.tokens[i]), outcome.num_accepted)
-                self.stats.acceptance.record(len(drafts.tokens[i]), outcome.num_accepted)
-                if self._chooser:
-                    self._chooser.observe_acceptance(s.position_acceptance, asked[i], outcome.num_accepted)
+                self._note_acceptance(s, asked[i], drafts, i, outcome.path)
             if outcome.new_tokens:
                 progress.append(self._advance(s, outcome))
         return progress
+
+    def _note_acceptance(self, s: Sequence, asked: int, drafts: Drafts, i: int, path: list[int]) -> None:
+        nodes, depth = len(drafts.tokens[i]), max(drafts.depths(i))
+        s.acceptance.record(depth, len(path), nodes)
+        self.stats.acceptance.record(depth, len(path), nodes)
+        if self._chooser:
+            self._chooser.observe_acceptance(s.position_acceptance, asked, len(path))
+            if drafts.confidence is not None:
+                self._chooser.observe_confidence(drafts.confidence[i], path)
 
     def _feeds_drafter(self, s: Sequence) -> bool:
         """Whether the drafter will want this sequence's features; with drafting switched off they are not kept."""
         return self._columns is not None and s.draftable and self.num_draft_tokens > 0
 
-    def _keep_features(self, s: Sequence, features_RF: torch.Tensor | None, row: int, count: int) -> None:
+    def _keep_features(self, s: Sequence, features_RF: torch.Tensor | None, row: int, kept: list[int]) -> None:
         feeds = self._feeds_drafter(s)
         if self._columns is not None and not feeds:
             s.draftable = False  # pairs are missing from here on
         if features_RF is None:
             return
+        if kept[-1] == len(kept) - 1:
+            features = features_RF[row : row + len(kept)]
+        else:
+            features = features_RF[torch.tensor(kept, device=features_RF.device) + row]
         if s.keep_features:
-            s.kept_features.append(features_RF[row : row + count].to("cpu", torch.bfloat16, copy=True))
+            s.kept_features.append(features.to("cpu", torch.bfloat16, copy=True))
         if feeds:
-            s.pending_features.append(features_RF[row : row + count].clone())
+            s.pending_features.append(features.clone())
 
     def _advance(self, s: Sequence, outcome: Outcome) -> Progress:
         taken = s.append(outcome.new_tokens)

@@ -5,7 +5,7 @@
 
 extern "C" {
 struct Pass {
-    const int64_t *ids, *slots, *positions, *logit_rows;
+    const int64_t *ids, *slots, *positions, *parents, *logit_rows;  // parents: null where all rows lie in chains
     int64_t rows, num_logit_rows;
     float *logits, *features;  // features: null if nobody wants them
 };
@@ -21,13 +21,14 @@ class TargetWalk : LayerWalk<F> {
     using Base::acc_, Base::hidden_, Base::m, Base::s, Base::thread_, Base::threads_;
 
 public:
-    TargetWalk(const Model& model, const Pass& pass, Barrier& barrier, float* workspace, int thread, int threads)
-        : Base(model, barrier, workspace, thread, threads), p(pass) {}
+    TargetWalk(const Model& model, const Pass& pass, const Sight& sight, Barrier& barrier, float* workspace, int thread,
+               int threads)
+        : Base(model, barrier, workspace, thread, threads), p(pass), sight_(sight) {}
 
     void run(int64_t first, int64_t rows) {
         const Groups groups(rows);
         float* features = p.features ? p.features + first * m.taps * m.width : nullptr;
-        const Places places{p.slots + first, p.positions + first, features};
+        const Places places = sight_.places(p.slots, p.positions, first, features);
         embed(first, rows);
         this->wait();
         for (int64_t i = 0; i < m.num_layers; ++i) this->layer(m.layers[i], places, groups);
@@ -64,13 +65,16 @@ private:
     }
 
     const Pass& p;
+    const Sight& sight_;
 };
 
 template <class F>
 void forward(const Model& model, const Pass& pass, float* workspace, int threads) {
     Barrier barrier;
+    const Sight sight = pass.parents ? Sight::of_trees(pass.slots, pass.positions, pass.parents, pass.rows)
+                                     : Sight::of_chains(pass.positions, pass.rows);
     auto body = [&](int thread) {
-        TargetWalk<F> walk(model, pass, barrier, workspace, thread, threads);
+        TargetWalk<F> walk(model, pass, sight, barrier, workspace, thread, threads);
         for (int64_t first = 0; first < pass.rows; first += CHUNK) walk.run(first, std::min(CHUNK, pass.rows - first));
     };
     run_on_threads(threads, body);
@@ -106,7 +110,7 @@ void linear_rows(const Linear& linear, const float* x, int64_t width, int64_t ro
 
 // As check_rows, and 5: a logit row that does not exist or is out of order.
 int check(const Model& m, const Pass& p, int64_t* row) {
-    const int wrong = check_rows(m, m.vocab, p.ids, {p.slots, p.positions, nullptr}, p.rows, row);
+    const int wrong = check_rows(m, m.vocab, {p.ids, p.slots, p.positions, p.parents, p.rows}, row);
     if (wrong) return wrong;
     for (int64_t i = 0; i < p.num_logit_rows; ++i) {
         *row = i;
@@ -132,6 +136,27 @@ int draftloop_forward(const Model* model, const Pass* pass, float* workspace, in
     if (model->bf16) forward<BFloat16>(*model, *pass, workspace, threads);
     else forward<Float32>(*model, *pass, workspace, threads);
     return 0;
+}
+
+// Entries from[0..count) of a slot become its entries to, to + 1, ...: those of a tree's accepted path. from ascends.
+void draftloop_move_entries(const Model* model, int64_t slot, int64_t to, const int64_t* from, int64_t count) {
+    const Model& m = *model;
+    const Sizes sizes(m);
+    for (int64_t lane = slot * m.kv_heads; lane < (slot + 1) * m.kv_heads; ++lane) {
+        for (const Layer* layer = m.layers; layer < m.layers + m.num_layers; ++layer) {
+            float* keys = layer->keys + lane * sizes.capacity * m.head_dim;
+            float* values = layer->values + lane * sizes.capacity * sizes.padded_dim;
+            const auto key_at = [&](int64_t e) { return keys + e / KEY_BLOCK * KEY_BLOCK * m.head_dim + e % KEY_BLOCK; };
+            for (int64_t i = 0; i < count; ++i) {
+                if (from[i] == to + i) continue;
+                const float* key = key_at(from[i]);
+                float* out = key_at(to + i);
+                for (int64_t d = 0; d < m.head_dim; ++d) out[d * KEY_BLOCK] = key[d * KEY_BLOCK];
+                memcpy(values + (to + i) * sizes.padded_dim, values + from[i] * sizes.padded_dim,
+                       m.head_dim * sizeof(float));
+            }
+        }
+    }
 }
 
 int64_t draftloop_linear_workspace_floats(const Linear* linear, int threads) {

@@ -63,10 +63,67 @@ struct Sizes {
     }
 };
 
-// Where the rows of a chunk belong, and where the tapped layers' outputs go.
+// Where the rows of a chunk belong, what they see of their slots, and where the tapped layers' outputs go.
 struct Places {
-    const int64_t *slots, *positions;
+    const int64_t *slots, *positions, *entries;  // entries: where in its slot a row's key and value lie
+    const Seen* seen;
     float* features;  // [rows][taps * width]; null: not wanted
+};
+
+// Entries of a pass's rows, and what each of them sees. In a chain both follow from the position.
+struct Sight {
+    std::vector<int64_t> entries, tails;
+    std::vector<Seen> seen;
+
+    Places places(const int64_t* slots, const int64_t* positions, int64_t first, float* features) const {
+        return {slots + first, positions + first, entries.data() + first, seen.data() + first, features};
+    }
+
+    static Sight of_chains(const int64_t* positions, int64_t rows) {
+        Sight sight;
+        for (int64_t r = 0; r < rows; ++r) sight.add(positions[r], positions[r] + 1);
+        return sight;
+    }
+
+    // A row at `entry` that sees the first `prefix` entries and those of `tail`. Call `settle` after the last.
+    void add(int64_t entry, int64_t prefix, const std::vector<int64_t>& tail) {
+        add(entry, prefix);
+        seen.back().tail_count = static_cast<int64_t>(tail.size());
+        tails.insert(tails.end(), tail.begin(), tail.end());
+    }
+    void settle() {
+        const int64_t* tail = tails.data();
+        for (Seen& row : seen) {
+            row.tail = tail;
+            tail += row.tail_count;
+        }
+    }
+
+    // Rows of a slot lie together; parents[r] is the row that r follows, or -1 for the slot's cached entries.
+    static Sight of_trees(const int64_t* slots, const int64_t* positions, const int64_t* parents, int64_t rows) {
+        Sight sight;
+        std::vector<int64_t> path;
+        for (int64_t r = 0, first = 0; r < rows; ++r) {
+            if (r && slots[r] != slots[r - 1]) first = r;
+            const int64_t base = positions[first];
+            if (positions[r] == base + r - first) {  // all rows before it are on its path: a chain
+                sight.add(positions[r], positions[r] + 1);
+                continue;
+            }
+            path.clear();
+            for (int64_t row = r; row >= 0; row = parents[row]) path.push_back(base + row - first);
+            std::reverse(path.begin(), path.end());
+            sight.add(base + r - first, base, path);
+        }
+        sight.settle();
+        return sight;
+    }
+
+private:
+    void add(int64_t entry, int64_t prefix) {
+        entries.push_back(entry);
+        seen.push_back({prefix, nullptr, 0});
+    }
 };
 
 // One thread's view of a chunk of rows. Its methods are called by all threads in the same order.
@@ -154,14 +211,15 @@ protected:
         const Range units = share(rows * m.kv_heads, thread_, threads_);
         for (int64_t unit = units.begin; unit < units.end; ++unit) {
             const int64_t r = unit / m.kv_heads, kv = unit % m.kv_heads;
-            const int64_t position = places.positions[r], lane = places.slots[r] * m.kv_heads + kv;
+            const int64_t position = places.positions[r], entry = places.entries[r];
+            const int64_t lane = places.slots[r] * m.kv_heads + kv;
             const float* key = qkv_ + r * s.qkv + (m.heads + kv) * m.head_dim;
             norm_and_rotate(key, layer.k_norm, position, queries_);
-            const int64_t block = (lane * s.capacity + position / KEY_BLOCK * KEY_BLOCK) * m.head_dim;
-            float* out = layer.keys + block + position % KEY_BLOCK;
+            const int64_t block = (lane * s.capacity + entry / KEY_BLOCK * KEY_BLOCK) * m.head_dim;
+            float* out = layer.keys + block + entry % KEY_BLOCK;
             for (int64_t d = 0; d < m.head_dim; ++d) out[d * KEY_BLOCK] = queries_[d];
             const float* value = key + m.kv_heads * m.head_dim;
-            memcpy(layer.values + (lane * s.capacity + position) * s.padded_dim, value, m.head_dim * sizeof(float));
+            memcpy(layer.values + (lane * s.capacity + entry) * s.padded_dim, value, m.head_dim * sizeof(float));
         }
     }
 
@@ -192,7 +250,7 @@ protected:
                 for (int64_t d = 0; d < m.head_dim; ++d) query[d] *= scale;
             }
             attend_heads(static_cast<int>(n), shape, queries_, layer.keys + lane * s.capacity * m.head_dim,
-                         layer.values + lane * s.capacity * s.padded_dim, position + 1, scores_, heads_out_);
+                         layer.values + lane * s.capacity * s.padded_dim, places.seen[r], scores_, heads_out_);
             for (int64_t h = 0; h < n; ++h) {
                 const float* out = heads_out_ + h * s.padded_dim;
                 put<F>(attention_, groups, r, s.attention, (head + h) * m.head_dim, out, m.head_dim);
@@ -212,18 +270,29 @@ private:
     X *x_shared_, *x_own_, *attention_, *mlp_;
 };
 
-// 0, or what is wrong with row *row: 1 token id, 2 slot, 3 position, 4 a slot's rows apart or not ascending by one.
-inline int check_rows(const Model& m, int64_t tokens, const int64_t* ids, const Places& places, int64_t rows,
-                      int64_t* row) {
+// Rows of a pass as they come from Python. parents: the row that each one follows, -1 where a slot's rows begin; null
+// where each follows the one before it.
+struct GivenRows {
+    const int64_t *ids, *slots, *positions, *parents;
+    int64_t rows;
+};
+
+// 0, or what is wrong with row *row: 1 token id, 2 slot, 3 position, 4 a slot's rows apart, or not one past the row they
+// follow.
+inline int check_rows(const Model& m, int64_t tokens, const GivenRows& given, int64_t* row) {
     std::vector<char> seen(m.num_slots, 0);
-    for (int64_t r = 0; r < rows; ++r) {
-        const int64_t slot = places.slots[r], position = places.positions[r];
+    for (int64_t r = 0, first = 0; r < given.rows; ++r) {
+        const int64_t slot = given.slots[r], position = given.positions[r];
         *row = r;
-        if (ids[r] < 0 || ids[r] >= tokens) return 1;
+        if (given.ids[r] < 0 || given.ids[r] >= tokens) return 1;
         if (slot < 0 || slot >= m.num_slots) return 2;
-        if (position < 0 || position >= m.max_len) return 3;
-        const bool follows = r > 0 && slot == places.slots[r - 1];
-        if (follows ? position != places.positions[r - 1] + 1 : seen[slot]) return 4;
+        const bool begins = r == 0 || slot != given.slots[r - 1];
+        if (begins) first = r;
+        const int64_t entry = given.positions[first] + r - first;
+        if (position < 0 || position >= m.max_len || entry >= m.max_len) return 3;
+        const int64_t parent = begins ? -1 : given.parents ? given.parents[r] : r - 1;
+        if (begins && (seen[slot] || (given.parents && given.parents[r] != -1))) return 4;
+        if (!begins && (parent < first || parent >= r || position != given.positions[parent] + 1)) return 4;
         seen[slot] = 1;
     }
     return 0;

@@ -54,7 +54,7 @@ class ModelStruct(Structure):
 
 class PassStruct(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("ids", "slots", "positions", "logit_rows")),
+        *((name, c_void_p) for name in ("ids", "slots", "positions", "parents", "logit_rows")),
         *((name, c_int64) for name in ("rows", "num_logit_rows")),
         *((name, c_void_p) for name in ("logits", "features")),
     )
@@ -72,8 +72,8 @@ class RecursiveHeadStruct(Structure):
 class DraftTaskStruct(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("ids", "slots", "positions", "features")),
-        *((name, c_int64) for name in ("pairs", "sequences", "steps")),
-        ("drafts", c_void_p),
+        *((name, c_int64) for name in ("pairs", "sequences", "steps", "nodes")),
+        *((name, c_void_p) for name in ("drafts", "parents", "counts", "confidences")),
     )
 
 
@@ -85,6 +85,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.draftloop_forward.argtypes = [
         pointer(ModelStruct), pointer(PassStruct), c_void_p, ctypes.c_int, pointer(c_int64),
     ]  # fmt: skip
+    library.draftloop_move_entries.argtypes = [pointer(ModelStruct), c_int64, c_int64, c_void_p, c_int64]
+    library.draftloop_move_entries.restype = None
     library.draftloop_linear_workspace_floats.argtypes = [pointer(LinearStruct), ctypes.c_int]
     library.draftloop_linear_workspace_floats.restype = c_int64
     library.draftloop_linear.argtypes = [

@@ -7,10 +7,12 @@ argmax. A sequence's drafts do not depend on the company: the kernels sum in one
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from drafters.draft_tree import MAX_TREE_NODES
 from drafters.drafter import DraftReply, DraftRequest, empty_reply
 from drafters.mtp import RecursiveHead
 from drafters.pair_ledger import PairLedger
@@ -25,6 +27,8 @@ from serving.engine.native_pack import (
     declare,
     interleave,
 )
+
+MAX_FRONTIER = 16  # nodes of one depth that are expanded (native_draft_tree.h)
 
 
 class NativeRecursiveDrafter:
@@ -46,7 +50,7 @@ class NativeRecursiveDrafter:
         self.name = name
         self.target_layer_ids = module.config.target_layer_ids
         self.max_draft_tokens = max_draft_tokens
-        self.max_tree_nodes = 0
+        self.max_tree_nodes = MAX_TREE_NODES
         self._config = module.config
         self._frequency = module.inverse_frequency.detach().cpu()
         self._num_threads = num_threads
@@ -60,7 +64,7 @@ class NativeRecursiveDrafter:
 
     def allocate(self, num_slots: int, max_len: int) -> None:
         """Room for every slot's pairs, and for drafts that reach past a full slot."""
-        config, capacity = self._config, max_len + self.max_draft_tokens
+        config, capacity = self._config, max_len + self.max_draft_tokens * MAX_FRONTIER
         self._slots = Arena()
         keys, values = kv_buffers(
             self._slots, (1, num_slots, config.num_key_value_heads), max_len=capacity, head_dim=config.head_dim
@@ -91,11 +95,11 @@ class NativeRecursiveDrafter:
             raise ValueError(f"{len(tokens_N)} tokens for {len(slots_N)} pairs")
         if features_NF.shape != (len(slots_N), len(self.target_layer_ids) * self._config.hidden_size):
             raise ValueError(f"features of shape {tuple(features_NF.shape)} for {len(slots_N)} pairs")
-        reply = empty_reply(len(counts)) if steps == 0 else None
-        drafts_BK = torch.empty((len(counts), steps), dtype=torch.int64)
+        nodes = min(request.tree_nodes, MAX_TREE_NODES)
+        out = _Out.make(len(counts), nodes or steps)
         task = DraftTaskStruct(
             tokens_N.data_ptr(), slots_N.ctypes.data, positions_N.ctypes.data, features_NF.data_ptr(),
-            len(slots_N), len(counts), steps, drafts_BK.data_ptr(),
+            len(slots_N), len(counts), steps, nodes, *(part.data_ptr() for part in out),
         )  # fmt: skip
         bad = ctypes.c_int64()
         error = self._library.draftloop_draft(
@@ -105,7 +109,9 @@ class NativeRecursiveDrafter:
         if error:
             wrong = ("", "token id", "slot", "position", "order of the slots' rows", "number of sequences")[error]
             raise ValueError(f"pair {bad.value} does not fit the drafter: {wrong}")
-        return reply or DraftReply(tokens_BK=drafts_BK)
+        if steps == 0:
+            return empty_reply(len(counts))
+        return out.trees() if nodes else DraftReply(tokens_BK=out.drafts_BK)
 
     def _pack(self, module: RecursiveHead) -> RecursiveHeadStruct:
         config, packer = module.config, self._packer
@@ -135,6 +141,28 @@ class NativeRecursiveDrafter:
             token_of=self._token_of_W.data_ptr(),
             taps=len(config.target_layer_ids),
             num_tokens=config.vocab_size,
+        )
+
+
+class _Out(NamedTuple):
+    """What the native call writes, in the order of its struct."""
+
+    drafts_BK: torch.Tensor
+    parents_BK: torch.Tensor
+    counts_B: torch.Tensor
+    confidence_BK: torch.Tensor
+
+    @classmethod
+    def make(cls, batch: int, width: int) -> _Out:
+        ids = torch.zeros((2, batch, width), dtype=torch.int64)
+        return cls(ids[0], ids[1], torch.zeros(batch, dtype=torch.int64), torch.zeros((batch, width)))
+
+    def trees(self) -> DraftReply:
+        return DraftReply(
+            tokens_BK=self.drafts_BK,
+            counts=self.counts_B.tolist(),
+            parents_BK=self.parents_BK,
+            confidence_BK=self.confidence_BK,
         )
 
 

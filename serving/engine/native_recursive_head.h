@@ -1,6 +1,7 @@
-// In: new pairs (features at p, token at p + 1) of B sequences. Out: K drafts for each. The recursive MTP head of
-// drafters/mtp.py in one parallel region: step 1 over the pairs, then K - 1 steps over its own output.
+// In: new pairs (features at p, token at p + 1) of B sequences. Out: K drafts, or a tree of them, for each. The
+// recursive MTP head of drafters/mtp.py in one parallel region: step 1 over the pairs, then K - 1 steps over its output.
 #pragma once
+#include "native_draft_tree.h"
 #include "native_layer.h"
 
 extern "C" {
@@ -16,26 +17,74 @@ struct DraftTask {
     const int64_t *ids, *slots, *positions;  // of the pairs: the token at p + 1, its slot, p
     const float* features;                   // [pairs][taps * width], of position p
     int64_t pairs, sequences, steps;         // a sequence's pairs lie together, the newest last
-    int64_t* drafts;                         // [sequences][steps]
+    int64_t nodes;                           // most nodes of a sequence's tree of depth `steps`; 0: chains
+    int64_t* drafts;                         // [sequences][steps, or nodes]
+    int64_t *parents, *counts;               // of trees: [sequences][nodes], [sequences]
+    float* confidences;                      // [sequences][nodes]
 };
 }
 
 namespace {
 
-// Where step k of a sequence stands: the slots and positions of all sequences, and what all threads share about them.
+// What all threads share about a draft.
 struct DraftState {
-    std::vector<int64_t> newest;     // [sequences], row of each sequence's newest pair
-    std::vector<int64_t> slots;      // [sequences]
-    std::vector<int64_t> positions;  // [steps][sequences]
-    std::vector<int64_t> tokens;     // [sequences], drafted by the last step
+    std::vector<int64_t> newest;  // [sequences], row of each sequence's newest pair
+    std::vector<int64_t> tokens;  // [sequences], drafted by a chain's last step
+    Sight pairs;
+    // Of the rows of a step:
+    std::vector<int64_t> ids, slots, positions, sources;  // sources: rows of the last step, whose outputs they carry on
+    Sight sight;
+    std::vector<DraftTree> trees;
+    std::vector<int64_t> expanded;  // nodes of each tree that have been rows
+    std::vector<Candidate> candidates;
 
-    explicit DraftState(const DraftTask& task) {
+    explicit DraftState(const DraftTask& task) : pairs(Sight::of_chains(task.positions, task.pairs)) {
         for (int64_t r = 0; r < task.pairs; ++r)
             if (r + 1 == task.pairs || task.slots[r] != task.slots[r + 1]) newest.push_back(r);
-        for (const int64_t row : newest) slots.push_back(task.slots[row]);
-        for (int64_t k = 0; k < task.steps; ++k)
-            for (const int64_t row : newest) positions.push_back(task.positions[row] + k);
         tokens.resize(newest.size());
+    }
+
+    // Rows of step k + 1 of chains: one for every sequence of `first`, ..., first + count - 1.
+    void set_chain_rows(const DraftTask& task, int64_t first, int64_t count, int64_t k) {
+        slots.clear(), positions.clear();
+        for (int64_t b = first; b < first + count; ++b) {
+            slots.push_back(task.slots[newest[b]]);
+            positions.push_back(task.positions[newest[b]] + k);
+        }
+        sight = Sight::of_chains(positions.data(), count);
+    }
+
+    void start_trees(const DraftTask& task, int64_t count, int64_t children) {
+        trees.assign(count, DraftTree(task.nodes));
+        expanded.assign(count, 0);
+        candidates.resize(count * MAX_FRONTIER * children);
+    }
+
+    // Take the candidates of the last step's rows over into the trees; the rows of the next step are their frontiers.
+    void grow(const DraftTask& task, int64_t first, int64_t children, const int64_t* token_of) {
+        ids.clear(), slots.clear(), positions.clear(), sources.clear();
+        sight = Sight();
+        int64_t row = 0;
+        for (size_t b = 0; b < trees.size(); ++b) {
+            DraftTree& tree = trees[b];
+            const std::vector<int64_t> parents = tree.frontier;
+            tree.extend(candidates.data() + row * children, children, token_of);
+            const int64_t pair = newest[first + b], base = task.positions[pair] + 1;
+            for (const int64_t node : tree.frontier) {
+                TreeNode& n = tree.nodes[node];
+                n.entry = base + expanded[b]++;
+                ids.push_back(n.token);
+                slots.push_back(task.slots[pair]);
+                positions.push_back(base - 1 + n.depth);
+                sources.push_back(row + (std::find(parents.begin(), parents.end(), n.parent) - parents.begin()));
+                std::vector<int64_t> path;
+                for (int64_t up = node; up != TREE_ROOT; up = tree.nodes[up].parent) path.push_back(tree.nodes[up].entry);
+                std::reverse(path.begin(), path.end());
+                sight.add(n.entry, base, path);
+            }
+            row += static_cast<int64_t>(parents.size());
+        }
+        sight.settle();
     }
 };
 
@@ -50,8 +99,10 @@ public:
     static int64_t workspace_floats(const RecursiveHead& h, int threads) {
         const Sizes sizes(h.model);
         return sizes.shared_floats() + threads * (sizes.thread_floats(h.model) + round_up(wide(h), 16)) +
-               CHUNK * (wide(h) + sizes.width) + (h.model.num_slots * sizes.width) + 2 * threads * CHUNK;
+               CHUNK * (wide(h) + sizes.width + logits_stride(h)) + (h.model.num_slots * sizes.width) +
+               2 * threads * CHUNK;
     }
+    static int64_t logits_stride(const RecursiveHead& h) { return round_up(h.model.vocab, TILE); }
 
     RecursiveWalk(const RecursiveHead& head, const DraftTask& task, DraftState& state, Barrier& barrier,
                   float* workspace, int thread, int threads)
@@ -64,13 +115,19 @@ public:
         outputs_ = carried_ + CHUNK * s.width;
         best_score_ = outputs_ + m.num_slots * s.width;
         best_index_ = reinterpret_cast<int32_t*>(best_score_ + threads * CHUNK);
+        logits_ = best_score_ + 2 * threads * CHUNK;
     }
 
     void run() {
         for (int64_t first = 0; first < task_.pairs; first += CHUNK)
             observe(first, std::min(CHUNK, task_.pairs - first));
-        for (int64_t first = 0; task_.steps && first < task_.sequences; first += CHUNK)
-            draft(first, std::min(CHUNK, task_.sequences - first));
+        if (!task_.steps) return;
+        const int64_t most = task_.nodes ? CHUNK / MAX_FRONTIER : CHUNK;
+        for (int64_t first = 0; first < task_.sequences; first += most) {
+            const int64_t count = std::min(most, task_.sequences - first);
+            if (task_.nodes) draft_trees(first, count);
+            else draft_chains(first, count);
+        }
     }
 
 private:
@@ -89,7 +146,7 @@ private:
         this->wait();
         multiply<F>(h_.fuse, wide_x_, groups, acc_, thread_, threads_, store_to(carried_));
         this->wait();
-        const Places places{task_.slots + first, task_.positions + first, nullptr};
+        const Places places = state_.pairs.places(task_.slots, task_.positions, first, nullptr);
         step(groups, places, task_.ids + first);
         for (int64_t b = 0; b < task_.sequences; ++b) {
             const int64_t r = state_.newest[b] - first;
@@ -98,13 +155,18 @@ private:
         this->wait();
     }
 
+    void load_outputs(int64_t first, int64_t rows) {
+        const Range own = share(rows, thread_, threads_);
+        for (int64_t r = own.begin; r < own.end; ++r) copy(hidden_ + r * s.width, outputs_ + (first + r) * s.width);
+        this->wait();
+    }
+
     // K tokens for a chunk of sequences, starting from the outputs at their newest pairs.
-    void draft(int64_t first, int64_t rows) {
+    void draft_chains(int64_t first, int64_t rows) {
         const Groups groups(rows);
         const Range own = share(rows, thread_, threads_);
         int64_t* tokens = state_.tokens.data() + first;
-        for (int64_t r = own.begin; r < own.end; ++r) copy(hidden_ + r * s.width, outputs_ + (first + r) * s.width);
-        this->wait();
+        load_outputs(first, rows);
         for (int64_t k = 0; k < task_.steps; ++k) {
             score(groups);
             this->wait();
@@ -113,11 +175,44 @@ private:
                 task_.drafts[(first + r) * task_.steps + k] = tokens[r];
                 copy(carried_ + r * s.width, hidden_ + r * s.width);
             }
+            if (thread_ == 0) state_.set_chain_rows(task_, first, rows, k + 1);
             this->wait();
             if (k + 1 == task_.steps) return;
-            const int64_t* positions = state_.positions.data() + (k + 1) * task_.sequences + first;
-            step(groups, {state_.slots.data() + first, positions, nullptr}, tokens);
+            step(groups, state_.sight.places(state_.slots.data(), state_.positions.data(), 0, nullptr), tokens);
         }
+    }
+
+    // A tree for every sequence of a chunk, depth by depth.
+    void draft_trees(int64_t first, int64_t sequences) {
+        const int64_t children = std::min({task_.nodes, MAX_CHILDREN, m.vocab});
+        int64_t rows = sequences;
+        if (thread_ == 0) state_.start_trees(task_, sequences, children);
+        load_outputs(first, sequences);
+        for (int64_t depth = 1;; ++depth) {
+            const Groups scored(rows);
+            score_all(scored);
+            const Range own = share(rows, thread_, threads_);
+            for (int64_t r = own.begin; r < own.end; ++r)
+                top_candidates(logits_ + r * logits_stride(h_), m.vocab, children, &state_.candidates[r * children]);
+            this->wait();
+            if (thread_ == 0) state_.grow(task_, first, children, h_.token_of);
+            this->wait();
+            rows = static_cast<int64_t>(state_.ids.size());
+            if (depth == task_.steps || !rows) break;
+            const Groups groups(rows);
+            const Range next = share(rows, thread_, threads_);
+            for (int64_t r = next.begin; r < next.end; ++r)
+                copy(carried_ + r * s.width, hidden_ + state_.sources[r] * s.width);
+            const Places places = state_.sight.places(state_.slots.data(), state_.positions.data(), 0, nullptr);
+            step(groups, places, state_.ids.data());
+        }
+        const Range own = share(sequences, thread_, threads_);
+        for (int64_t b = own.begin; b < own.end; ++b) {
+            const int64_t at = (first + b) * task_.nodes;
+            task_.counts[first + b] =
+                state_.trees[b].write(task_.drafts + at, task_.parents + at, task_.confidences + at);
+        }
+        this->wait();
     }
 
     // hidden_ = layer(enter([embedding of `ids` ; carried_])).
@@ -148,6 +243,15 @@ private:
         });
     }
 
+    // All logits of every row.
+    void score_all(const Groups& groups) {
+        const X* x = this->normalise(m.final_norm, groups, [](int64_t r) { return r; });
+        multiply<F>(m.head, x, groups, acc_, thread_, threads_, [&](int64_t tile, int64_t r, const float* sums) {
+            memcpy(logits_ + r * logits_stride(h_) + tile * TILE, sums, TILE * sizeof(float));
+        });
+        this->wait();
+    }
+
     // The best over all threads; of equal ones the first.
     int32_t best(int64_t r) const {
         int winner = 0;
@@ -170,21 +274,22 @@ private:
     const RecursiveHead& h_;
     const DraftTask& task_;
     DraftState& state_;
-    float *wide_row_, *carried_, *outputs_, *best_score_;  // wide_row_ is this thread's, the others are shared
+    float *wide_row_, *carried_, *outputs_, *best_score_, *logits_;  // wide_row_ is this thread's, the others are shared
     int32_t* best_index_;
     X* wide_x_;
 };
 
 // As check_rows, and 3 also where the drafts would not fit into a slot, 5: not as many sequences as said.
 inline int check(const RecursiveHead& head, const DraftTask& task, int64_t* row) {
-    const Places places{task.slots, task.positions, nullptr};
-    const int wrong = check_rows(head.model, head.num_tokens, task.ids, places, task.pairs, row);
+    const GivenRows pairs{task.ids, task.slots, task.positions, nullptr, task.pairs};
+    const int wrong = check_rows(head.model, head.num_tokens, pairs, row);
     if (wrong) return wrong;
+    const int64_t room = task.nodes ? 1 + (task.steps - 1) * MAX_FRONTIER : task.steps;
     int64_t sequences = 0;
     for (int64_t r = 0; r < task.pairs; ++r) {
         *row = r;
         if (r + 1 < task.pairs && task.slots[r] == task.slots[r + 1]) continue;
-        if (task.positions[r] + task.steps > head.model.max_len) return 3;
+        if (task.steps && task.positions[r] + room > head.model.max_len) return 3;
         ++sequences;
     }
     return sequences == task.sequences ? 0 : 5;

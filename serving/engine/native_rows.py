@@ -27,7 +27,7 @@ from serving.engine.native_pack import (
     declare,
     pack_layer,
 )
-from serving.engine.rows import Rows, RowsOutput
+from serving.engine.rows import Rows, RowsOutput, check_entries
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies never change
@@ -107,7 +107,8 @@ class NativeRows:
     def forward(self, rows: Rows) -> RowsOutput:
         """Run the rows through the target. Raises ValueError, before anything is written, for rows out of range."""
         ids, slots, positions = (_int64(t) for t in (rows.ids_R, rows.slots_R, rows.positions_R))
-        if not len(ids) == len(slots) == len(positions):
+        parents = None if rows.parents_R is None else _int64(rows.parents_R)
+        if not len(ids) == len(slots) == len(positions) == len(positions if parents is None else parents):
             raise ValueError(f"{len(ids)} ids, {len(slots)} slots and {len(positions)} positions: give as many of each")
         wanted = torch.arange(len(ids)) if rows.logit_rows is None else _int64(rows.logit_rows)
         taps = len(self.target_layer_ids) * self.hidden_size
@@ -115,7 +116,8 @@ class NativeRows:
         wants_features = bool(taps) and rows.with_features
         self._features, features_RF = _reuse(self._features, len(ids) if wants_features else 0, taps)
         task = PassStruct(
-            *(t.data_ptr() for t in (ids, slots, positions, wanted)), len(ids), len(wanted),
+            *(t.data_ptr() for t in (ids, slots, positions)), None if parents is None else parents.data_ptr(),
+            wanted.data_ptr(), len(ids), len(wanted),
             logits_NV.data_ptr(), features_RF.data_ptr() if wants_features else None,
         )  # fmt: skip
         bad = ctypes.c_int64()
@@ -130,6 +132,12 @@ class NativeRows:
             raise ValueError(self._explain(error, bad.value, ids, slots, positions, wanted))
         return RowsOutput(logits_NV=logits_NV, features_RF=features_RF if wants_features else None)
 
+    def move_entries(self, slot: int, start: int, entries: list[int]) -> None:
+        """See `RowsBackend`."""
+        check_entries(self, slot, start, entries)
+        moved = torch.tensor(entries, dtype=torch.int64)
+        self._library.draftloop_move_entries(ctypes.byref(self._struct), slot, start, moved.data_ptr(), len(entries))
+
     def _explain(self, error: int, i: int, ids: Tensor, slots: Tensor, positions: Tensor, wanted: Tensor) -> str:
         if error == 1:
             return f"row {i}: token id {ids[i]} is outside the vocabulary of {self.vocab_size}"
@@ -138,7 +146,7 @@ class NativeRows:
         if error == 3:
             return f"row {i}: position {positions[i]} is outside a slot of {self.max_len} tokens"
         if error == 4:
-            return f"row {i}: the rows of slot {slots[i]} must lie together, positions ascending by one"
+            return f"row {i}: the rows of slot {slots[i]} must lie together, each one position past the row it follows"
         return f"logit row {wanted[i]} is not one of the {len(ids)} rows, or not ascending"
 
     def _pack(self, model: PreTrainedModel) -> tuple[ctypes.Array[LayerStruct], ModelStruct]:

@@ -2,13 +2,15 @@
 
 A row is one token of one sequence at one position. Backends: `torch_rows` (any Hugging Face decoder, CPU and GPU) and
 `native_rows` (a C++ forward for Llama-like targets on CPUs). Both keep the KV cache in slots: per layer one
-[slots, kv_heads, max_len, head_dim] buffer, in which a row sees the entries of its own slot at positions <= its own.
+[slots, kv_heads, max_len, head_dim] buffer, in which a row sees the entries of its own slot at positions <= its own;
+a row of a draft tree sees its ancestors alone of the pass's rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,13 +20,17 @@ from torch import Tensor
 class Rows:
     """R rows of one forward pass, on the host.
 
-    The rows of one slot lie together and their positions ascend by one. The pass writes the key and value of every row
-    at its position, so an entry that a rejected draft left behind is overwritten before any row can see it.
+    The rows of one slot lie together. The first of them follows the slot's cached entries, and each other one the row
+    before it or, in a tree, the row of the pass that `parents_R` names: one position further. The pass writes the keys
+    and values of a slot's rows side by side from the first one's position on: in a chain a row's entry lies at its
+    position, in a tree siblings share a position and not an entry. So an entry that a rejected draft left behind is
+    overwritten before any row can see it.
     """
 
     ids_R: Tensor  # int64, token ids
     slots_R: Tensor  # int64, cache slot of each row
     positions_R: Tensor  # int64, absolute position of each row
+    parents_R: Tensor | None = None  # int64, the earlier row of its slot that each row follows, -1 for a slot's first
     logit_rows: Tensor | None = None  # int64, N rows whose logits are wanted, ascending; None: all R
     with_features: bool = True  # False: nobody needs the tapped layers in this pass
 
@@ -36,18 +42,65 @@ class Rows:
         return [(slots[s], s, e - s, positions[s]) for s, e in zip(starts, ends, strict=True)]
 
 
+class Run(NamedTuple):
+    """The rows of one slot: an anchor and its drafts, or a part of a prompt."""
+
+    slot: int
+    start: int  # position of the first row
+    tokens: list[int]
+    parents: list[int] | None = None  # per row the place in the run of the row it follows, -1 first; None: a chain
+
+
+def entries_of(rows: Rows) -> Tensor:
+    """[R] where in its slot each row's key and value lie."""
+    if rows.parents_R is None:
+        return rows.positions_R
+    parts = [torch.arange(start, start + count) for _, _, count, start in rows.runs()]
+    return torch.cat(parts)
+
+
 def make_rows(
-    runs: list[tuple[int, int, list[int]]], logit_rows: list[int] | None = None, with_features: bool = True
+    runs: Sequence[Run | tuple[int, int, list[int]]], logit_rows: list[int] | None = None, with_features: bool = True
 ) -> Rows:
-    """Rows from runs of (slot, first position, token ids)."""
-    ids = [token for _, _, tokens in runs for token in tokens]
-    slots = [slot for slot, _, tokens in runs for _ in tokens]
-    positions = [start + i for _, start, tokens in runs for i in range(len(tokens))]
+    """Rows from runs, one after another."""
+    named = [Run(*run) for run in runs]
+    ids = [token for run in named for token in run.tokens]
+    slots = [run.slot for run in named for _ in run.tokens]
+    positions = [run.start + depth for run in named for depth in _depths(run)]
     packed = torch.tensor([ids, slots, positions], dtype=torch.int64)
-    wanted = None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64)
     return Rows(
-        ids_R=packed[0], slots_R=packed[1], positions_R=packed[2], logit_rows=wanted, with_features=with_features
+        ids_R=packed[0],
+        slots_R=packed[1],
+        positions_R=packed[2],
+        parents_R=_parents(named) if any(run.parents is not None for run in named) else None,
+        logit_rows=None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
+        with_features=with_features,
     )
+
+
+def _parents(runs: list[Run]) -> Tensor:
+    parents: list[int] = []
+    for run in runs:
+        first = len(parents)
+        above = range(-1, len(run.tokens) - 1) if run.parents is None else run.parents
+        parents += [-1 if parent < 0 else first + parent for parent in above]
+    return torch.tensor(parents, dtype=torch.int64)
+
+
+def _depths(run: Run) -> list[int]:
+    if run.parents is None:
+        return list(range(len(run.tokens)))
+    depths: list[int] = []
+    for parent in run.parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def check_entries(backend: RowsBackend, slot: int, start: int, entries: list[int]) -> None:
+    """Raise ValueError unless `entries` can be moved to `start`, `start` + 1, ... one after another."""
+    fits = 0 <= slot < backend.num_slots and start >= 0 and all(e < backend.max_len for e in entries)
+    if not fits or any(e < start + i for i, e in enumerate(entries)) or sorted(set(entries)) != entries:
+        raise ValueError(f"entries {entries} of slot {slot} do not fit at {start}; give ascending ones from there on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +127,13 @@ class RowsBackend(Protocol):
 
     def forward(self, rows: Rows) -> RowsOutput:
         """Run the rows through the target, writing their keys and values into the slots."""
+        ...
+
+    def move_entries(self, slot: int, start: int, entries: list[int]) -> None:
+        """Make these entries of a slot, ascending and none before its new place, its entries from `start` on.
+
+        So the path that was accepted in a tree becomes part of the sequence: an entry is a row's key and value.
+        """
         ...
 
     def kv_bytes(self) -> int:

@@ -26,9 +26,9 @@ class Timings:
         """Median seconds of one plain target step."""
         return _median(self.step.get((batch, 0)))
 
-    def t_verify(self, batch: int, num_draft_tokens: int) -> float | None:
-        """Median seconds of one verify pass."""
-        return _median(self.step.get((batch, batch * num_draft_tokens)))
+    def t_verify(self, batch: int, drafts: int) -> float | None:
+        """Median seconds of one verify pass in which each sequence brought so many drafts, of a tree its nodes."""
+        return _median(self.step.get((batch, batch * drafts)))
 
     def t_draft(self, batch: int, num_draft_tokens: int) -> float | None:
         """Median seconds of one draft block."""

@@ -14,8 +14,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from serving.engine.rows import Rows
+
 ATTENTION_NAME = "draftloop_slots"
 MAX_PADDED_RUN = 32  # runs up to this many rows share one padded attention call; longer ones (prefill) get their own
+
+
+@dataclass
+class TreeSight:
+    """What the places of a group see where rows form trees: a beginning of the slot, and some of the run's entries."""
+
+    prefixes: Tensor  # [slots, width] entries from the slot's beginning; the run's own entries begin there
+    ancestors: Tensor  # bool [slots, width, width] which of the run's rows a place sees, itself included
+
+    def seen(self, positions: Tensor, length: int, window: int | None) -> Tensor:
+        """[slots, width, length] bool; `positions` [slots, width] are those of the places."""
+        width = positions.shape[1]
+        key_L = torch.arange(length + width, device=positions.device)  # runs shorter than the longest reach past it
+        seen = key_L < self.prefixes[:, :, None]
+        ancestors = self.ancestors
+        if window is not None:
+            seen &= key_L > positions[:, :, None] - window
+            ancestors = ancestors & (positions[:, None, :] > positions[:, :, None] - window)
+        entries = self.prefixes[:, :, None] + torch.arange(width, device=positions.device)
+        return seen.scatter(2, entries, ancestors)[:, :, :length]
 
 
 @dataclass
@@ -30,6 +52,7 @@ class RowGroup:
     rows: slice | Tensor  # which rows of the pass belong to the group
     positions: Tensor  # [slots, width] position of every place; padding repeats position 0
     length: int  # keys to look at
+    sight: TreeSight | None = None  # of trees; None: every row sees the keys up to its position
     has_later_keys: bool = False  # keys past a lone row's own position are among them, and need a mask
     masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)  # by window and repeats
 
@@ -41,11 +64,14 @@ class RowGroup:
         if window is not None and window >= self.length:
             window = None
         if (window, repeats) not in self.masks:
-            key_L = torch.arange(self.length, device=like.device)
-            query = self.positions[:, :, None]
-            seen = key_L <= query
-            if window is not None:
-                seen &= key_L > query - window
+            if self.sight is not None:
+                seen = self.sight.seen(self.positions, self.length, window)
+            else:
+                key_L = torch.arange(self.length, device=like.device)
+                query = self.positions[:, :, None]
+                seen = key_L <= query
+                if window is not None:
+                    seen &= key_L > query - window
             single = self.slots == 1 and self.width == 1 and window is None and not self.has_later_keys
             mask = None
             if not single:
@@ -148,32 +174,70 @@ def _attend_explicitly(
     return torch.matmul(weights, value)
 
 
-def group_rows(runs: list[tuple[int, int, int, int]], device: torch.device) -> list[RowGroup]:
+def group_rows(rows: Rows, device: torch.device) -> list[RowGroup]:
     """A pass's runs (`Rows.runs`) as few attention calls: short ones share a padded call, a long one has its own."""
-    short = sorted(run for run in runs if run[2] <= MAX_PADDED_RUN)
-    groups = [_padded_group(part, len(runs), device) for part in _neighbours(short)]
-    for slot, first, count, position in runs:
-        if count > MAX_PADDED_RUN:
-            positions = torch.arange(position, position + count, device=device)[None]
-            groups.append(
-                RowGroup(slot, 1, count, None, None, slice(first, first + count), positions, position + count)
-            )
+    runs = rows.runs()
+    trees = None if rows.parents_R is None else Trees(rows)
+    whole = [run for run in runs if run[2] > MAX_PADDED_RUN and (trees is None or trees.is_chain(run))]
+    short = sorted(run for run in runs if run not in whole)
+    groups = [_padded_group(part, len(runs), device, trees) for part in _neighbours(short)]
+    for slot, first, count, position in whole:
+        positions = torch.arange(position, position + count, device=device)[None]
+        groups.append(RowGroup(slot, 1, count, None, None, slice(first, first + count), positions, position + count))
     return groups
 
 
-def _padded_group(runs: list[tuple[int, int, int, int]], total: int, device: torch.device) -> RowGroup:
+class Trees:
+    """Positions, prefixes and paths of a pass's rows."""
+
+    def __init__(self, rows: Rows):
+        assert rows.parents_R is not None
+        self.positions, self.parents = rows.positions_R.tolist(), rows.parents_R.tolist()
+
+    def is_chain(self, run: tuple[int, int, int, int]) -> bool:
+        _, first, count, start = run
+        return self.positions[first + count - 1] == start + count - 1
+
+    def sight(
+        self,
+        first_slot: int,
+        num_slots: int,
+        width: int,
+        runs: list[tuple[int, int, int, int]],
+        device: torch.device,
+    ) -> TreeSight:
+        """Of a group's places. Padding sees the slot's first entry, so that its softmax is defined."""
+        prefixes = torch.zeros((num_slots, width), dtype=torch.int64)
+        ancestors = torch.zeros((num_slots, width, width), dtype=torch.bool)
+        ancestors[:, :, 0] = True
+        for slot, first, count, position in runs:
+            mine = ancestors[slot - first_slot]
+            prefixes[slot - first_slot, :count] = position
+            for i in range(count):
+                parent = self.parents[first + i] - first
+                mine[i] = mine[parent] if i else False
+                mine[i, i] = True
+        return TreeSight(prefixes.to(device), ancestors.to(device))
+
+
+def _padded_group(
+    runs: list[tuple[int, int, int, int]], total: int, device: torch.device, trees: Trees | None
+) -> RowGroup:
     first_slot, num_slots = runs[0][0], runs[-1][0] - runs[0][0] + 1
     width = max(count for _, _, count, _ in runs)
     length = max(position + count for _, _, count, position in runs)
     gather = [0] * (num_slots * width)
     positions = [0] * (num_slots * width)
     scatter, rows = [], []
+    sight = None if trees is None else trees.sight(first_slot, num_slots, width, runs, device)
     for slot, first, count, position in sorted(runs, key=lambda run: run[1]):
         base = (slot - first_slot) * width
         for i in range(count):
-            gather[base + i], positions[base + i] = first + i, position + i
+            row = first + i
+            gather[base + i] = row
+            positions[base + i] = position + i if trees is None else trees.positions[row]
             scatter.append(base + i)
-            rows.append(first + i)
+            rows.append(row)
     dense = gather == list(range(len(rows))) and len(runs) == total
     packed = torch.tensor([gather, positions], device=device)
     rows_R = torch.tensor(rows, device=device)
@@ -189,6 +253,7 @@ def _padded_group(runs: list[tuple[int, int, int, int]], total: int, device: tor
         slice(None) if len(runs) == total else rows_R,
         packed[1].view(num_slots, width),
         length,
+        sight,
     )
 
 

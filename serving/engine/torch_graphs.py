@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.engine.rows import Rows, RowsOutput
-from serving.engine.torch_attention import MAX_PADDED_RUN, RowGroup, SlotPass
+from serving.engine.rows import Rows, RowsOutput, entries_of
+from serving.engine.torch_attention import MAX_PADDED_RUN, RowGroup, SlotPass, Trees, TreeSight
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +73,13 @@ class Layout:
     slots: int
     width: int
     length: int
+    trees: bool = False
 
 
 @dataclass
 class _Captured:
     static_3R: Tensor  # ids, positions and places in the KV cache of the rows
+    static_SWW: Tensor  # bool, which of its run's rows each row of a tree sees
     replay: Pass
 
 
@@ -110,13 +112,15 @@ class GraphedForward:
             self._seen[layout] += 1
             if self._seen[layout] < CAPTURE_AT:
                 return None
-        packed = torch.stack([rows.ids_R, rows.positions_R, rows.slots_R * self._max_len + rows.positions_R])
+        packed = torch.stack([rows.ids_R, rows.positions_R, rows.slots_R * self._max_len + entries_of(rows)])
+        ancestors = _ancestors(rows, layout) if layout.trees else torch.zeros(0, dtype=torch.bool)
         if graph is None:
-            graph = self._captured(layout, packed)
+            graph = self._captured(layout, packed, ancestors)
             if graph is None:
                 return None
         else:
             graph.static_3R.copy_(packed)
+            graph.static_SWW.copy_(ancestors)
         self._graphs.move_to_end(layout)
         return graph.replay()
 
@@ -129,16 +133,22 @@ class GraphedForward:
         if any(slot != i or count != width for i, (slot, _, count, _) in enumerate(runs)):
             return None
         keys = max(position for _, _, _, position in runs) + width
-        return Layout(len(runs), width, min(keys + -keys % LENGTH_BUCKET, self._max_len))
+        length = min(keys + -keys % LENGTH_BUCKET, self._max_len)
+        return Layout(len(runs), width, length, rows.parents_R is not None)
 
-    def _captured(self, layout: Layout, packed_3R: Tensor) -> _Captured | None:
+    def _captured(self, layout: Layout, packed_3R: Tensor, ancestors_SWW: Tensor) -> _Captured | None:
         """A new graph for the layout; None, and no graph ever again, if this model cannot be captured."""
         assert self._capture is not None
         static_3R = packed_3R.to(self._keys[0].device, copy=True)
+        static_SWW = ancestors_SWW.to(static_3R.device, copy=True)
 
         def run() -> RowsOutput:
             # All that depends on the rows is made in here, the masks too: outside it would be frozen in the graph.
             ids_R, positions_R, flat_R = static_3R
+            sight = None
+            if layout.trees:
+                starts = (flat_R % self._max_len).view(layout.slots, layout.width)[:, :1]
+                sight = TreeSight(starts.expand(-1, layout.width), static_SWW)
             group = RowGroup(
                 first_slot=0,
                 slots=layout.slots,
@@ -148,6 +158,7 @@ class GraphedForward:
                 rows=slice(None),
                 positions=positions_R.view(layout.slots, layout.width),
                 length=layout.length,
+                sight=sight,
                 has_later_keys=True,
             )
             return self._run(ids_R, positions_R, SlotPass(self._keys, self._values, flat_R, [group]))
@@ -156,7 +167,7 @@ class GraphedForward:
             evicted, _ = self._graphs.popitem(last=False)
             del self._seen[evicted]  # it has to prove itself again
         try:
-            captured = _Captured(static_3R, self._capture(run))
+            captured = _Captured(static_3R, static_SWW, self._capture(run))
         except RuntimeError as error:  # such as experts chosen on the host, for which a capture cannot wait
             log.warning("CUDA graphs are off from here on, a capture failed: %s", str(error).strip().splitlines()[0])
             self._capture = None
@@ -164,3 +175,8 @@ class GraphedForward:
             return None
         self._graphs[layout] = captured
         return captured
+
+
+def _ancestors(rows: Rows, layout: Layout) -> Tensor:
+    """[slots, width, width] bool, on the host."""
+    return Trees(rows).sight(0, layout.slots, layout.width, rows.runs(), torch.device("cpu")).ancestors

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafters.packed_linear import PackLinear, pack_linears
-from serving.engine.rows import Rows, RowsOutput
+from serving.engine.rows import Rows, RowsOutput, check_entries, entries_of
 from serving.engine.torch_attention import ATTENTION_NAME, SlotPass, group_rows
 from serving.engine.torch_graphs import Capture, GraphedForward
 
@@ -99,12 +99,13 @@ class TorchRows:
         """One pass; see `RowsBackend`. Raises ValueError if a row's slot or position does not exist."""
         if len(rows.ids_R) == 0:
             raise ValueError("a pass needs at least one row")
-        if int(rows.positions_R.max()) >= self.max_len or int(rows.slots_R.max()) >= self.num_slots:
+        entries_R = entries_of(rows)
+        if int(entries_R.max()) >= self.max_len or int(rows.slots_R.max()) >= self.num_slots:
             raise ValueError(f"a row lies outside the {self.num_slots} slots of {self.max_len} tokens")
         output = self._graphs.forward(rows) if self._graphs else None
         if output is None:
-            flat_R = (rows.slots_R * self.max_len + rows.positions_R).to(self.device)
-            slot_pass = SlotPass(self._keys, self._values, flat_R, group_rows(rows.runs(), self.device))
+            flat_R = (rows.slots_R * self.max_len + entries_R).to(self.device)
+            slot_pass = SlotPass(self._keys, self._values, flat_R, group_rows(rows, self.device))
             keep = None if rows.logit_rows is None else rows.logit_rows.to(self.device)
             ids_R, positions_R = rows.ids_R.to(self.device), rows.positions_R.to(self.device)
             output = self._run(ids_R, positions_R, slot_pass, keep, rows.with_features)
@@ -128,6 +129,13 @@ class TorchRows:
         )
         taps = [self._tapped.pop(layer) for layer in self.target_layer_ids if with_features]
         return RowsOutput(logits_NV=output.logits[0], features_RF=torch.cat(taps, dim=-1) if taps else None)
+
+    def move_entries(self, slot: int, start: int, entries: list[int]) -> None:
+        """See `RowsBackend`."""
+        check_entries(self, slot, start, entries)
+        moved = torch.tensor(entries, device=self.device)
+        for buffer in (*self._keys, *self._values):
+            buffer[slot, start : start + len(entries)] = buffer[slot].index_select(0, moved)
 
     def kv_bytes(self) -> int:
         """Bytes that the KV slots take."""

@@ -103,6 +103,75 @@ def test_train_takes_the_size_of_the_draft_vocabulary_or_its_coverage(tmp_path, 
     one_line(run("train", "--rollouts", str(tmp_path), "--draft-vocab-coverage", "95"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kind", "dflash", "--own-lm-head"], "own_lm_head is True; give it to kind independent only, not to dflash"),
+        (["--shared-trunk"], "shared_trunk is True; give it to kind independent only, not to recursive"),
+        (["--block-size", "16"], "block_size is 16; give it to kind dflash only, not to recursive"),
+        (
+            ["--kind", "independent", "--confidence-head"],
+            "confidence_head is True; give it to kind dflash only, not to",
+        ),
+        (["--kind", "dflash", "--num-draft-tokens", "4"], "num_draft_tokens is 4; give block_size instead"),
+        (["--kind", "dflash", "--rho", "0.5"], "rho is 0.5; give it to geometric loss weights only"),
+        (["--gamma", "4"], "gamma is 4.0; give it to exponential loss weights only"),
+        (["--rho", "2"], "rho is 2.0; give more than 0 and at most 1"),
+    ],
+)
+def test_train_refuses_options_of_another_kind_by_name(arguments, message, tmp_path):
+    assert message in one_line(run("train", "--rollouts", str(tmp_path), *arguments))
+
+
+@pytest.mark.parametrize("arguments", [["--kind", "tree"], ["--loss", "l1"], ["--loss-weights", "flat"]])
+def test_train_knows_no_other_kinds_and_losses(arguments):
+    assert run("train", *arguments).exit_code == 2
+
+
+def trained_report(**changes):
+    from pipelines.train import TrainReport
+
+    facts = {
+        "output": "here", "kind": "dflash", "parameters": 10**6, "training_sequences": 9, "held_out_sequences": 1,
+        "response_tokens": 99, "steps": 5, "seconds": 1.0, "loss": 1.0, "accuracy_by_position": [0.5],
+        "expected_tau": 2.5, "acceptance_by_position": [0.5], "draft_vocab_size": 7, "draft_vocab_coverage": 0.9,
+        "tau_by_category": {"code": 2.0, "maths": 3.0}, "served_tau": 2.46, "parity_passed": True,
+        "parity_verdict": "served tau 2.46, expected 2.50 on 9 held-out prompts: within 5%",
+    }  # fmt: skip
+    return TrainReport(**facts | changes)
+
+
+def test_train_ends_with_both_taus_and_fails_where_they_differ(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pipelines.train.train", lambda config, on_progress: trained_report())
+    passed = run("train", "--kind", "dflash")
+    assert passed.exit_code == 0
+    assert "served tau 2.46, expected 2.50" in passed.stdout
+    assert "code 2.00  maths 3.00" in passed.stdout
+
+    verdict = "served tau 1.00, expected 2.50 on 9 held-out prompts: more than 5% apart"
+    failed_report = trained_report(served_tau=1.0, parity_passed=False, parity_verdict=verdict)
+    monkeypatch.setattr("pipelines.train.train", lambda config, on_progress: failed_report)
+    failed = run("train", "--kind", "dflash")
+    assert one_line(failed) == f"error: {verdict} (kept in here)"
+    assert "1.0 M parameters" in failed.stdout, "the report is shown all the same"
+    machine = run("train", "--kind", "dflash", "--json")
+    assert machine.exit_code == 1
+    facts = json.loads(machine.stdout)
+    assert (facts["served_tau"], facts["parity_passed"]) == (1.0, False)
+
+
+def test_train_takes_the_loss_weights_of_the_kind_unless_told(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr(
+        "pipelines.train.train", lambda config, on_progress: seen.append(config) or trained_report(kind=config.kind)
+    )
+    for arguments in ([], ["--kind", "dflash"], ["--kind", "dflash", "--loss-weights", "dpace", "--loss", "kl"]):
+        assert run("train", *arguments).exit_code == 0
+    assert [c.steps.loss.weights for c in seen] == ["geometric", "exponential", "dpace"]
+    assert [c.steps.loss.kind for c in seen] == ["cross_entropy", "cross_entropy", "kl"]
+    assert [c.drafts() for c in seen] == [5, 7, 7]
+
+
 def test_evaluate_without_a_drafter(tmp_path, toy_target_dir, prompts):
     arguments = ("evaluate", "--target", str(toy_target_dir), "--prompts", prompts, "--drafter")
     assert "no drafter" in one_line(run(*arguments, str(tmp_path / "nothing")))

@@ -131,7 +131,7 @@ def change(folder: Path, **values) -> None:
     [
         ({"head_dim": None}, "lacks key 'head_dim'"),
         ({"num_heads": 3}, "has the unknown key 'num_heads'"),
-        ({"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel"),
+        ({"architectures": ["DFlashDraftModel"]}, "lacks key 'block_size'"),
         ({"architectures": None}, "names architecture None"),
         ({"kind": "tree"}, "has 'tree' as 'kind'"),
         ({"num_draft_tokens": "5"}, "has '5' as 'num_draft_tokens'"),

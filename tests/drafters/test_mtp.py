@@ -12,13 +12,14 @@ from drafters.acceptance import Acceptance
 from drafters.checkpoint import as_drafter
 from drafters.drafter import DraftRequest
 from drafters.drafter_module import DrafterModule
-from drafters.losses import draft_loss
+from drafters.losses import LossConfig, Supervision, draft_loss
+from drafters.mtp import make_mtp
 from drafters.training_batch import IGNORED, TrainingBatch, pad_sequences
 from pipelines.training import StepConfig, Trainer, TrainingSequence, expected_acceptance
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
 from serving.engine.torch_rows import TorchRows
-from tests.toy_mtp import TAPS, Overheard, continued, features_of, sequence_of, toy_mtp
+from tests.toy_mtp import TAPS, Overheard, continued, features_of, sequence_of, shared_of, toy_mtp, toy_mtp_config
 from tests.toy_target import toy_model, toy_prompts
 
 KINDS = ["recursive", "independent"]
@@ -96,10 +97,15 @@ def assert_parity(model, module: DrafterModule, overheard: Overheard, completion
     return compared
 
 
+VARIANTS = [{}, {"shared_trunk": True}, {"anchor_embedding": True}, {"shared_trunk": True, "anchor_embedding": True}]
+
+
 @pytest.mark.parametrize("vocab_ids", [None, range(1, 256, 3)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_served_drafts_are_those_of_training(kind, vocab_ids, model, prompts):
-    module = toy_mtp(model, kind, vocab_ids)
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("recursive", {}), *(("independent", changes) for changes in VARIANTS)], ids=str
+)
+def test_served_drafts_are_those_of_training(kind, changes, vocab_ids, model, prompts):
+    module = toy_mtp(model, kind, vocab_ids, **changes)
     overheard = Overheard(module)
     engine = toy_engine(overheard)
     params = [Sampling(max_new_tokens=10 + 5 * (i % 3)) for i in range(len(prompts))]
@@ -240,6 +246,35 @@ def test_nothing_after_an_anchor_leaks_into_its_steps(kind, model):
             assert by_features == [place <= p] * STEPS
 
 
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_independent_heads_read_the_anchor_only_where_they_are_told_to(changes, model):
+    module = toy_mtp(model, "independent", **changes)
+    p = 9
+    ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
+    features = torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(1))
+    before = logits_of(module, ids, features, [p])
+    for place in range(20):
+        other = ids.clone()
+        other[0, place] = (ids[0, place] + 1) % 256
+        changed = bool((logits_of(module, other, features, [p]) != before).any())
+        assert changed == (place == p + 1 and "anchor_embedding" in changes)
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_fresh_independent_heads_say_what_the_targets_head_says(changes, model):
+    module = make_mtp(toy_mtp_config("independent", **changes))
+    module.bind(shared_of(model))
+    features, anchors = torch.randn(4, 64), torch.tensor([3, 1, 4, 1])
+    with torch.no_grad():
+        said = model.lm_head(model.model.norm(features[:, 32:]))
+        logits = module.step_logits(features, anchors)
+    torch.testing.assert_close(logits, said[:, None].expand_as(logits), rtol=1e-4, atol=1e-4)
+    module.step_logits(features, anchors).square().sum().backward()
+    used = [module.anchor_proj.weight] if changes.get("anchor_embedding") else []
+    used += list(module.trunk.mlp[-1].parameters()) if changes.get("shared_trunk") else []
+    assert all(weight.grad.abs().max() > 0 for weight in used), "a part that starts at zero must be able to leave it"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_anchor_sees_neither_other_anchors_nor_other_sequences(kind, model):
     module = toy_mtp(model, kind)
@@ -262,7 +297,8 @@ def test_draft_vocabulary_maps_ids_and_leaves_the_rest_out_of_the_loss(kind, mod
     mapped = module.draft_labels(labels)
     assert mapped.tolist() == [[1, 2, 0], [IGNORED, IGNORED, 1]]
     logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0], [0, 0, 1]]), 3).float() * 9
-    result = draft_loss(logits, labels, mapped, torch.ones(3))
+    supervision = Supervision(labels_NK=labels, draft_labels_NK=mapped)
+    result = draft_loss(LossConfig(rho=1.0), logits, supervision)
     assert result.correct_K.tolist() == [1, 1, 2]
     assert result.known_K.tolist() == [2, 1, 2]  # 6 cannot be drafted: known, and wrong
     assert result.loss < 0.01
@@ -330,6 +366,63 @@ def test_taking_note_without_drafting(kind, model):
     asked.draft(pairs(0, 1, 0, 6, seed=3))
     following = pairs(0, 1, 6, 2, seed=3)
     assert noted.draft(following).tokens_BK.tolist() == asked.draft(following).tokens_BK.tolist()
+
+
+# -- trees of independent heads ----------------------------------------------------------------------------------------
+
+
+def best_paths(log_probs_KW: torch.Tensor, budget: int) -> list[tuple[float, tuple[int, ...]]]:
+    """The likeliest `budget` paths of all lengths, by trying all of them."""
+    paths: list[tuple[float, tuple[int, ...]]] = []
+    above: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for row in log_probs_KW.tolist():
+        above = [(score + value, (*path, token)) for score, path in above for token, value in enumerate(row)]
+        paths += above
+    return sorted(paths, reverse=True)[:budget]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 20, 63])
+@pytest.mark.parametrize("depth", [1, STEPS])
+def test_trees_hold_the_likeliest_paths_within_the_budget(budget, depth, model):
+    vocab_ids = list(range(40, 52))
+    module = toy_mtp(model, "independent", vocab_ids, anchor_embedding=True)
+    drafter = as_drafter(module)
+    drafter.allocate(2, 64)
+    request = replace(pairs(0, 1, 0, 3, seed=1), num_draft_tokens=depth, tree_nodes=budget)
+    reply = drafter.draft(request)
+    with torch.no_grad():
+        logits = module.step_logits(request.features_NF[-1:], request.tokens_N[-1:])[0, :depth]
+    expected = best_paths(logits.log_softmax(-1), budget)
+
+    tokens, parents = reply.tokens_BK[0].tolist(), reply.parents_BK[0].tolist()
+    assert reply.counts == [len(expected)]
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        assert parent < len(paths)
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert paths == [tuple(vocab_ids[token] for token in path) for _, path in expected]
+    assert reply.confidence_BK[0].log().tolist() == pytest.approx([score for score, _ in expected], abs=1e-4)
+    assert reply.probs is None
+
+
+def test_trees_of_a_batch_and_their_bounds(model):
+    drafter = as_drafter(toy_mtp(model, "independent"))
+    drafter.allocate(2, 64)
+    one, other = (replace(pairs(slot, 1, 0, 3, seed=slot), tree_nodes=7) for slot in (0, 1))
+    both = DraftRequest(
+        slots=[0, 1], epochs=[1, 1], counts=[3, 3], starts=[0, 0], first_tokens=[1, 1],
+        tokens_N=torch.cat([one.tokens_N, other.tokens_N]),
+        features_NF=torch.cat([one.features_NF, other.features_NF]),
+        num_draft_tokens=STEPS, tree_nodes=7, temperatures=[0.0] * 2, seeds=[0] * 2,
+    )  # fmt: skip
+    together = drafter.draft(both)
+    for b, request in enumerate((one, other)):
+        alone = drafter.draft(request)
+        assert together.tokens_BK[b].tolist() == alone.tokens_BK[0].tolist()
+        assert together.parents_BK[b].tolist() == alone.parents_BK[0].tolist()
+    assert drafter.max_tree_nodes == 63
+    assert drafter.draft(replace(both, tree_nodes=1000)).counts == [63, 63]
+    assert drafter.draft(replace(both, tree_nodes=0)).parents_BK is None
 
 
 def test_positions_keep_their_precision_in_bfloat16(model):

@@ -72,6 +72,17 @@ def test_step_k_is_labelled_with_the_token_k_plus_one_after_the_pair():
     ]
 
 
+def test_features_before_a_label_are_those_of_the_token_before_it():
+    ids, _, lengths = pad_sequences([torch.arange(8)], [torch.ones(7, 2)], torch.float32)
+    features = torch.arange(8.0)[None, :, None] * torch.tensor([1.0, 100.0])  # two taps of width 1
+    anchors = torch.tensor([[0, 3]])
+    batch = TrainingBatch(
+        ids_BT=ids, features_BTF=features, lengths_B=lengths, anchors_BA=anchors, anchor_mask_BA=anchors >= 0
+    )
+    assert batch.features_before_labels(3, 1)[..., 0].tolist() == [[[100, 200, 300], [400, 500, 600]]]
+    assert (batch.labels(3) - 1).tolist() == [[[1, 2, 3], [4, 5, 6]]]  # the label at p + 1 + k follows position p + k
+
+
 def test_unused_anchors_have_no_labels():
     batch = batch_of([8], [[1, 1]], [[True, False]])
     assert batch.labels(2).tolist() == [[[3, 4], [IGNORED, IGNORED]]]

@@ -9,19 +9,26 @@ import pytest
 import torch
 
 from drafters.drafter_module import DrafterModule, DraftLogits
+from drafters.losses import FinalNorm, LossConfig, supervise
 from pipelines.training import (
     CurvePoint,
     StepConfig,
     Trainer,
     TrainingSequence,
     expected_acceptance,
+    make_batch,
     total_steps,
+    walk_rounds,
 )
 from tests.toy_mtp import continued, toy_mtp
 from tests.toy_target import toy_model, toy_prompts
 
 KINDS = ["recursive", "independent"]
 CONFIG = StepConfig(epochs=4, sequences_per_step=4, anchors_per_sequence=6, learning_rate=5e-3, evaluations=2, seed=5)
+
+
+def final_norm(model) -> FinalNorm:
+    return FinalNorm(model.model.norm.weight.detach(), model.model.norm.variance_epsilon)
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +183,51 @@ def test_held_out_responses_too_short_for_a_round_leave_tau_unknown(model, seque
     last = curve_of(Trainer(toy_mtp(model), sequences, short, replace(CONFIG, epochs=0.4)))[-1]
     assert last.evaluated
     assert (last.expected_tau, last.acceptance_by_position) == (None, [])
+
+
+@pytest.mark.parametrize("weights", ["geometric", "exponential", "dpace"])
+@pytest.mark.parametrize("kind", ["cross_entropy", "kl"])
+def test_every_loss_teaches(kind, weights, model, sequences):
+    module = toy_mtp(model)
+    loss = LossConfig(kind=kind, weights=weights)
+    config = replace(CONFIG, epochs=60, anchors_per_sequence=12, learning_rate=1e-2, loss=loss)
+    before = expected_acceptance(module, sequences, 3).tau
+    curve = curve_of(Trainer(module, sequences, sequences, config, final_norm=final_norm(model)))
+    assert curve[-1].expected_tau > before + 0.5
+
+
+def test_kl_is_towards_the_targets_own_logits(model, sequences):
+    trainer = Trainer(
+        toy_mtp(model), sequences, [], replace(CONFIG, loss=LossConfig(kind="kl")), final_norm=final_norm(model)
+    )
+    chosen = sequences[:2]
+    anchors = torch.tensor([[s.prompt_len - 1, s.prompt_len + 3] for s in chosen])
+    batch = make_batch(chosen, anchors, torch.ones_like(anchors, dtype=torch.bool))
+    supervision = supervise(trainer.module, batch, trainer.final_norm)
+    with torch.no_grad():
+        said = [model(s.ids[None]).logits[0] for s in chosen]
+    for n, (b, a) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+        p = int(anchors[b, a])
+        torch.testing.assert_close(
+            supervision.target_logits_NKW[n], said[b][p + 1 : p + 4], rtol=1e-4, atol=1e-4
+        )  # the target's words after positions p + 1, p + 2, p + 3
+        assert supervision.labels_NK[n].tolist() == said[b][p + 1 : p + 4].argmax(-1).tolist()  # it is greedy
+    with pytest.raises(ValueError, match="give its final_norm"):
+        Trainer(toy_mtp(model), sequences, [], replace(CONFIG, loss=LossConfig(kind="kl")))
+
+
+def test_tau_by_category_is_that_of_each_part(model, sequences):
+    module = toy_mtp(model)
+    marked = [replace(s, category="abc"[i % 3]) for i, s in enumerate(sequences)]
+    last = curve_of(Trainer(module, sequences, marked, replace(CONFIG, epochs=0.4)))[-1]
+    assert last.tau_by_category == {c: expected_acceptance(module, marked[i::3], 3).tau for i, c in enumerate("abc")}
+    assert last.expected_tau == expected_acceptance(module, sequences, 3).tau
+
+
+def test_rounds_begin_where_the_one_before_ended():
+    acceptance = walk_rounds([2, 9, 9, 0, 3, 9, 9, 9, 1], 3)  # begins at 0, 3, 4, 8
+    assert (acceptance.rounds, acceptance.accepted_by_position) == (4, [3, 2, 1])
+    assert walk_rounds([], 3).tau is None
 
 
 def test_what_cannot_be_trained_is_refused(model, sequences):

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from drafters.checkpoint import load_module, read_provenance
+from drafters.losses import LossConfig
 from drafters.target import target_fingerprint
 from pipelines import train as train_stage
 from pipelines.evaluate import EvaluateConfig, evaluate
@@ -23,7 +24,7 @@ from pipelines.generate import generate
 from pipelines.generate_config import GenerateConfig
 from pipelines.rollout_store import RolloutError, RolloutStore, open_rollouts, shard_name
 from pipelines.train import TrainReport, check_output, train
-from pipelines.train_config import TrainConfig, TrainError
+from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
 from pipelines.training import CurvePoint, StepConfig, Trainer
 from tests.toy_folder import save_toy_target
 
@@ -120,6 +121,11 @@ def test_a_trained_drafter_decodes_losslessly(trained, config: TrainConfig, work
     assert (provenance["draft_vocab_size"], provenance["draft_vocab_coverage"]) == (150, report.draft_vocab_coverage)
     assert 0.5 < report.draft_vocab_coverage <= provenance["draft_vocab_training_coverage"] <= 1
     assert [p["step"] for p in provenance["training_curve"]] == [4, 8, 12]
+    assert provenance["training_curve"][-1]["tau_by_category"] == {"toy": report.expected_tau}
+    assert provenance["parity"]["served"] == report.served_tau
+    assert provenance["parity"]["prompts"] == report.held_out_sequences, "all of them, being few"
+    assert report.parity_passed is provenance["parity"]["passed"] is True
+    assert "within 5%" in report.parity_verdict
 
     evaluation = evaluate(
         EvaluateConfig(
@@ -194,6 +200,42 @@ def test_responses_too_short_to_measure_tau_on_still_train(config: TrainConfig, 
     assert report.expected_tau is None
     assert report.acceptance_by_position == []
     assert read_provenance(tmp_path / "drafter")["expected_tau"] is None
+    assert (report.served_tau, report.parity_passed) == (None, None)
+    assert "parity was not measured" in report.parity_verdict
+
+
+def test_a_drafter_that_is_served_otherwise_fails_the_gate_and_is_kept(
+    config: TrainConfig, tmp_path: Path, toy_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def spoiled(*arguments: Any, **options: Any):
+        module = load_module(*arguments, **options)
+        module.tap_norm.copy_(-module.tap_norm)
+        return module
+
+    monkeypatch.setattr("serving.engine.build.load_module", spoiled)
+    known = changed_set(config, tmp_path / "known", rows=6, response=24, repeats=4)  # held out, and trained on as well
+    steps = replace(config.steps, epochs=20)
+    report = train(replace(config, rollouts=known, output=str(tmp_path / "drafter"), steps=steps))
+    assert report.expected_tau > 1.5
+    assert report.parity_passed is False
+    assert "more than 5% apart" in report.parity_verdict
+    assert read_provenance(tmp_path / "drafter")["parity"]["passed"] is False
+    assert load_module(tmp_path / "drafter", toy_target_dir) is not None
+
+
+def test_dflash_is_trained_and_served_alike(config: TrainConfig, tmp_path: Path, toy_target_dir: Path):
+    occurring = {i for r in open_rollouts(config.rollouts) for i in r.prompt_ids + r.response_ids}
+    unused = min(set(range(256)) - occurring)  # a random target writes its special tokens, too
+    options = DFlashOptions(block_size=4, selector_top_k=8, confidence_head=True, mask_token_id=unused)
+    loss = LossConfig(kind="kl", weights="exponential")
+    steps = replace(config.steps, epochs=6, loss=loss)
+    output = str(tmp_path / "drafter")
+    report = train(replace(config, kind="dflash", num_draft_tokens=None, dflash=options, output=output, steps=steps))
+    assert report.kind == "dflash"
+    assert report.parity_passed is True, report.parity_verdict
+    module = load_module(Path(output), toy_target_dir)
+    assert module.config.block_size == 4
+    assert module.config.mask_token_id == read_provenance(Path(output))["mask_token_id"] == unused
 
 
 # -- refused in one line, before anything is started -----------------------------------------------------------------
@@ -205,8 +247,10 @@ def refused(config: TrainConfig, error: type[Exception], match: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def changed_set(config: TrainConfig, folder: Path, rows: int, response: int, features: bool = True) -> str:
-    """The first rows of the rollouts, with shorter responses or without features."""
+def changed_set(
+    config: TrainConfig, folder: Path, rows: int, response: int, features: bool = True, repeats: int = 1
+) -> str:
+    """The first rows of the rollouts, with shorter responses, without features, or several times over."""
     source = open_rollouts(config.rollouts)
     metadata = source.metadata
     if not features:
@@ -220,7 +264,7 @@ def changed_set(config: TrainConfig, folder: Path, rows: int, response: int, fea
             loss_mask=[],
         )
         for rollout in islice(source, rows)
-    ]
+    ] * repeats
     store = RolloutStore(str(folder))
     store.begin({})
     store.finish({}, metadata, [store.write_shard(shard_name(0, 1), kept, metadata)], [])
@@ -286,16 +330,18 @@ def test_output_with_other_files_is_refused(config: TrainConfig, toy_target_dir:
         {"draft_vocab_size": -1},
         {"draft_vocab_size": None, "draft_vocab_coverage": 95},
         {"draft_vocab_coverage": 0.95},
-        {"own_lm_head": True},
+        {"independent": IndependentOptions(own_lm_head=True)},
         {"held_out": 1.0},
         {"num_workers": 0},
         {"save_every_steps": 0},
         {"steps": StepConfig(epochs=0)},
-        {"steps": StepConfig(rho=1.5)},
+        {"steps": StepConfig(loss=LossConfig(rho=1.5))},
         {"steps": StepConfig(sequences_per_step=9), "num_workers": 2},
     ],
 )
 def test_a_wrong_option_is_named(config: TrainConfig, change: dict[str, Any]):
-    name = {"steps": "epochs|rho|sequences_per_step"}.get(next(iter(change)), "|".join(change))
+    name = {"steps": "epochs|rho|sequences_per_step", "independent": "own_lm_head"}.get(
+        next(iter(change)), "|".join(change)
+    )
     with pytest.raises(TrainError, match=f"({name}) is .*; give "):
         replace(config, **change)

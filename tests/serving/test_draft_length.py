@@ -15,7 +15,7 @@ from tests.toy_target import AlwaysRight, AlwaysWrong, HalfRight, toy_model, toy
 
 
 def cpu_step(rows: int) -> float:
-    """FACTS of a two-core CPU in bfloat16: eight rows are free, then every row costs."""
+    """A two-core CPU in bfloat16: eight rows are free, then every row costs."""
     return max(7.5e-3, 0.92e-3 * rows)
 
 

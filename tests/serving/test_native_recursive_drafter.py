@@ -23,7 +23,15 @@ SHAPES = {
 
 
 def request(
-    slots: list[int], starts: list[int], counts: list[int], *, steps: int = 4, taps: int = 2, epoch: int = 1, seed: int
+    slots: list[int],
+    starts: list[int],
+    counts: list[int],
+    *,
+    steps: int = 4,
+    nodes: int = 0,
+    taps: int = 2,
+    epoch: int = 1,
+    seed: int,
 ) -> DraftRequest:
     """Random pairs that depend on slot, position and seed only."""
     tokens, features = [], []
@@ -41,6 +49,7 @@ def request(
         tokens_N=torch.cat(tokens),
         features_NF=torch.cat(features),
         num_draft_tokens=steps,
+        tree_nodes=nodes,
         temperatures=[0.0] * len(slots),
         seeds=[0] * len(slots),
     )
@@ -85,6 +94,54 @@ def test_drafts_do_not_depend_on_the_company(dtype: torch.dtype):
         assert (one[0].tolist(), two[0].tolist()) == (first[slot].tolist(), second[slot].tolist())
 
 
+@pytest.mark.parametrize("isa", native_build.runnable_isas())
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_are_those_of_the_torch_head(shape: str, isa: str):
+    """Several rounds of trees of many sizes, so that what trees left in the slots is overwritten."""
+    module = toy_mtp(toy_model(), vocab_ids=range(3, 250, 2), **SHAPES[shape])
+    taps = len(module.config.target_layer_ids)
+    reference, drafter = as_drafter(module), native(module, isa=isa)
+    reference.allocate(4, 300)
+    starts = [0, 0, 0]
+    for counts, nodes, steps in (([130, 1, 97], 7, 5), ([1, 4, 2], 1, 3), ([5, 5, 5], 40, 6), ([1, 1, 1], 12, 1)):
+        asked = request([3, 0, 2], starts, counts, steps=steps, nodes=nodes, taps=taps, seed=1)
+        mine, want = drafter.draft(asked), reference.draft(asked)
+        assert mine.counts == want.counts
+        for b, count in enumerate(want.counts):
+            assert mine.tokens_BK[b, :count].tolist() == want.tokens_BK[b, :count].tolist()
+            assert mine.parents_BK[b, :count].tolist() == want.parents_BK[b, :count].tolist()
+            torch.testing.assert_close(
+                mine.confidence_BK[b, :count], want.confidence_BK[b, :count], atol=1e-6, rtol=1e-4
+            )
+        starts = [s + c for s, c in zip(starts, counts, strict=True)]
+
+
+def test_a_tree_of_one_child_each_is_the_chain():
+    """With a head that is sure of every token, the likeliest nodes lie one below the other."""
+    module = toy_mtp(toy_model())
+    with torch.no_grad():
+        module.norm.weight.mul_(1000)
+    chain = native(module).draft(request([0, 1], [0, 0], [5, 9], steps=6, seed=3))
+    tree = native(module).draft(request([0, 1], [0, 0], [5, 9], steps=6, nodes=6, seed=3))
+    assert tree.tokens_BK.tolist() == chain.tokens_BK.tolist()
+    assert tree.parents_BK.tolist() == [[-1, 0, 1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trees_do_not_depend_on_the_company(dtype: torch.dtype):
+    module = toy_mtp(toy_model())
+    many = 20  # more than go through the layer together
+    together = native(module, slots=many, max_len=40, dtype=dtype)
+    lengths = [1 + 7 * slot % 11 for slot in range(many)]
+    whole = together.draft(request(list(range(many)), [0] * many, lengths, nodes=9, seed=2))
+    for slot in (0, 5, 6, 19):
+        alone = native(module, slots=many, max_len=40, dtype=dtype, threads=1)
+        one = alone.draft(request([slot], [0], [lengths[slot]], nodes=9, seed=2))
+        assert one.tokens_BK[0].tolist() == whole.tokens_BK[slot].tolist()
+        assert one.parents_BK[0].tolist() == whole.parents_BK[slot].tolist()
+        assert torch.equal(one.confidence_BK[0], whole.confidence_BK[slot])
+
+
 def test_fewer_drafts_are_the_first_of_more():
     module = toy_mtp(toy_model())
     longest = native(module).draft(request([0, 1], [0, 0], [5, 9], steps=7, seed=3)).tokens_BK
@@ -115,5 +172,7 @@ def test_errors_are_plain():
         drafter.draft(request([0], [4], [1], steps=17, seed=7))
     with pytest.raises(ValueError, match=r"features of shape \(1, 32\) for 1 pairs"):
         drafter.draft(request([1], [0], [1], taps=1, seed=7))
-    with pytest.raises(ValueError, match="pair 29 does not fit the drafter: position"):
-        drafter.draft(request([2], [0], [30], steps=8, seed=7))
+    with pytest.raises(ValueError, match="pair 269 does not fit the drafter: position"):
+        drafter.draft(request([2], [0], [270], steps=8, seed=7))
+    with pytest.raises(ValueError, match="pair 229 does not fit the drafter: position"):  # a tree takes more room
+        drafter.draft(request([3], [0], [230], steps=8, nodes=60, seed=7))

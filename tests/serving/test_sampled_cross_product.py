@@ -37,7 +37,14 @@ def test_emitted_tokens_follow_the_target(drafter, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("fault", "drafter"), [(draw_from_target, "random-few"), (keep_some_drafts, "always-wrong")])
+@pytest.mark.parametrize(
+    ("fault", "drafter"),
+    [
+        (draw_from_target, "random-few"),
+        (keep_some_drafts, "always-wrong"),
+        (draw_from_target, "sampled-trees"),
+    ],
+)
 def test_wrong_rules_are_found_in_every_shape(fault, drafter, shape, monkeypatch: pytest.MonkeyPatch):
     fault(monkeypatch)
     assert worst_p(emitted(drafter, SHAPES[shape], REQUESTS // 4), SHAPES[shape]) < 1e-8

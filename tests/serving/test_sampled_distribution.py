@@ -26,13 +26,21 @@ from drafters.checkpoint import as_drafter
 from drafters.drafter import Drafter
 from drafters.prompt_lookup import PromptLookupDrafter
 from drafters.verify import Verdict
-from serving.engine import round as engine_round
+from serving.engine import verification
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling, target_probs
 from serving.engine.torch_rows import TorchRows
 from tests.drafters.test_verify import ALPHA, chi_square_parts
 from tests.toy_mtp import TAPS, toy_mtp
-from tests.toy_target import AlwaysRight, AlwaysWrong, HalfRight, RandomProposer, toy_model
+from tests.toy_target import (
+    AlwaysRight,
+    AlwaysWrong,
+    HalfRight,
+    RandomProposer,
+    RightInATree,
+    SampledTrees,
+    toy_model,
+)
 
 VOCAB = 16
 REQUESTS = 3000  # of a case here: two samples each
@@ -54,13 +62,19 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {  # those that sample go by the re
     "random-any": lambda: RandomProposer(target(), candidates=VOCAB),
     "prompt-lookup": lambda: PromptLookupDrafter(min_ngram=1),
     "mtp-recursive": lambda: as_drafter(toy_mtp(target(), vocab_size=VOCAB, draft_vocab_size=VOCAB)),
+    "mtp-recursive trees": lambda: as_drafter(toy_mtp(target(), vocab_size=VOCAB, draft_vocab_size=VOCAB)),
+    "right-in-trees": lambda: RightInATree(target()),
+    "sampled-trees": lambda: SampledTrees(target(), candidates=6),
 }
+TREE_NODES = 5  # of the drafters that are named for them
 CASES = [
     ("half-right", "top-p"),
     ("prompt-lookup", "t0.7"),
     ("mtp-recursive", "t1"),
     ("random-any", "t1"),
     ("random-few", "top-k"),
+    ("mtp-recursive trees", "t1"),
+    ("sampled-trees", "t1"),
 ]
 
 
@@ -78,7 +92,7 @@ def target():
 @lru_cache
 def rows() -> TorchRows:
     """One backend for all cases: every request begins its slot anew."""
-    return TorchRows(new_target(), num_slots=NUM_SLOTS, max_len=len(PROMPT_TO_LOOK_UP) + 6, target_layer_ids=TAPS)
+    return TorchRows(new_target(), num_slots=NUM_SLOTS, max_len=len(PROMPT_TO_LOOK_UP) + 12, target_layer_ids=TAPS)
 
 
 @lru_cache
@@ -92,7 +106,8 @@ def next_probs(ids: tuple[int, ...], shape: Sampling) -> np.ndarray:
 def emitted(drafter: str | None, shape: Sampling, requests: int = REQUESTS) -> Counter[tuple[int, ...]]:
     """How often each sequence, prompt and three tokens, came out."""
     prompt = PROMPT_TO_LOOK_UP if drafter == "prompt-lookup" else PROMPT
-    config = EngineConfig(num_draft_tokens=2, max_prefill_rows=len(prompt) * NUM_SLOTS)
+    nodes = TREE_NODES if drafter and "trees" in drafter else 0
+    config = EngineConfig(num_draft_tokens=2, tree_nodes=nodes, max_prefill_rows=len(prompt) * NUM_SLOTS)
     engine = Engine(rows(), DRAFTERS[drafter]() if drafter else None, config=config)
     params = [replace(shape, seed=seed) for seed in range(requests)]
     gc.disable()  # tens of thousands of live objects and no cycle among them: collecting would take half the time
@@ -150,13 +165,13 @@ def test_a_wrong_temperature_is_found():
 
 
 def draw_from_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault: after a rejection, the target's distribution in place of the residual."""
+    """A planted fault: after a rejection, the target's distribution in place of the residual, for siblings as well."""
     monkeypatch.setattr(verify, "residual", lambda target_probs_BV, _ids, _probs: target_probs_BV)
 
 
 def keep_some_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: one draft in ten is kept although the target drew another token."""
-    right = engine_round.verify_tokens
+    right = verification.verify_tokens
 
     def wrong(target_tokens_BJ, drafts_BK, counts_B) -> Verdict:
         if drafts_BK.shape[1]:
@@ -165,10 +180,17 @@ def keep_some_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             target_tokens_BJ[lucky_B, 0] = torch.where(counts_B > 0, drafts_BK[:, 0], target_tokens_BJ[:, 0])[lucky_B]
         return right(target_tokens_BJ, drafts_BK, counts_B)
 
-    monkeypatch.setattr(engine_round, "verify_tokens", wrong)
+    monkeypatch.setattr(verification, "verify_tokens", wrong)
 
 
-@pytest.mark.parametrize(("fault", "drafter"), [(draw_from_target, "random-any"), (keep_some_drafts, "prompt-lookup")])
+FAULTS = [
+    (draw_from_target, "random-any"),
+    (keep_some_drafts, "prompt-lookup"),
+    (draw_from_target, "sampled-trees"),
+]
+
+
+@pytest.mark.parametrize(("fault", "drafter"), FAULTS)
 def test_a_wrong_rule_in_the_engine_is_found(fault, drafter, monkeypatch: pytest.MonkeyPatch):
     fault(monkeypatch)
     assert worst_p(emitted(drafter, SHAPES["t1"], requests=2 * REQUESTS), SHAPES["t1"]) < 1e-8

@@ -1,0 +1,66 @@
+"""What commands share: options of one meaning, one line for every mistake, an end that names the next command."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+console = Console()
+errors = Console(stderr=True)
+
+TargetOption = Annotated[
+    str,
+    typer.Option("--target", help="smollm2, a Hugging Face id (Qwen/Qwen3-0.6B), a local folder, or a .gguf file."),
+]
+DtypeOption = Annotated[str, typer.Option(help="Of the target: float32 or bfloat16.")]
+BackendOption = Annotated[str, typer.Option(help="auto, native (C++ on CPUs) or torch (any target, CPU and GPU).")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+CudaGraphsOption = Annotated[bool, typer.Option("--cuda-graphs", help="With cuda: replay captured passes.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="No progress; the report as one JSON object.")]
+
+
+def end(report: Any, table: Any, as_json: bool, next_command: str) -> None:
+    """What was made, its headline figures, and the next command to type."""
+    from cluster import show
+
+    if as_json:
+        print(show.as_json(report))
+        return
+    console.print(table(report))
+    console.print(f"next: {next_command}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A user's mistake ends in one line and exit code 1, a bad option value in exit code 2; never in a traceback."""
+    import pydantic
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print("stopped; run the same command again to go on")
+        raise typer.Exit(1) from None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        fail(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", 2)
+    except (ValueError, OSError, RuntimeError) as error:
+        if not _is_told(error):
+            raise
+        fail(str(error), 1)
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether the error is one of ours, with a message for users; anything else is a bug and keeps its traceback."""
+    return type(error).__module__.split(".")[0] in {"drafters", "serving", "pipelines", "cluster"} or isinstance(
+        error, OSError
+    )
+
+
+def fail(message: str, code: int) -> None:
+    errors.print(f"[red]error:[/red] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    raise typer.Exit(code)

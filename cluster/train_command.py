@@ -1,0 +1,112 @@
+"""`draftloop train` on the command line: its options, in the order of a drafter's making, into a `TrainConfig`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from cluster.command import JsonOption, TargetOption, console, end, fail, one_line_errors
+
+
+def train(
+    target: TargetOption = "smollm2",
+    rollouts: Annotated[str, typer.Option(help="--output of generate.")] = "draftloop-out/rollouts",
+    output: Annotated[str, typer.Option(help="Folder of the drafter.")] = "draftloop-out/drafter",
+    kind: Annotated[
+        Literal["recursive", "independent", "dflash"], typer.Option(help="MTP (recursive or independent) or DFlash.")
+    ] = "recursive",
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(help="MTP: drafts it is trained for (K).", show_default="5")
+    ] = None,
+    draft_vocab_coverage: Annotated[
+        float | None, typer.Option(help="Share of new response tokens that can be drafted.", show_default="0.95")
+    ] = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="So many tokens instead, the most frequent; 0: all.", show_default="by coverage")
+    ] = None,
+    own_lm_head: Annotated[bool, typer.Option("--own-lm-head", help="independent: an LM head of their own.")] = False,
+    shared_trunk: Annotated[
+        bool, typer.Option("--shared-trunk", help="independent: one residual block before all heads.")
+    ] = False,
+    anchor_embedding: Annotated[
+        bool, typer.Option("--anchor-embedding", help="independent: heads also read the token that drafts follow.")
+    ] = False,
+    block_size: Annotated[int, typer.Option(help="dflash: slots of a block; one less is drafted.")] = 8,
+    num_hidden_layers: Annotated[int, typer.Option(help="dflash: layers of the drafter.")] = 1,
+    selector_top_k: Annotated[int, typer.Option(help="dflash: candidates per slot for a path selector; 0: none.")] = 16,
+    conv_kernel_size: Annotated[int, typer.Option(help="dflash: taps of convolutions along the block; 0: none.")] = 0,
+    confidence_head: Annotated[
+        bool, typer.Option("--confidence-head", help="dflash: also estimate each slot's acceptance.")
+    ] = False,
+    slot_context: Annotated[
+        bool, typer.Option("--slot-context", help="dflash: every slot reads the newest context and the anchor.")
+    ] = False,
+    sliding_window: Annotated[int, typer.Option(min=0, help="dflash: positions that its layers see; 0: all.")] = 0,
+    init_from_target_layers: Annotated[
+        bool, typer.Option("--init-from-target-layers", help="dflash: start as the target's last layers.")
+    ] = False,
+    mask_token_id: Annotated[
+        int | None, typer.Option(help="dflash: token in undrafted slots; never in text.", show_default="by rule")
+    ] = None,
+    loss: Annotated[
+        Literal["cross_entropy", "kl"], typer.Option(help="To the target's tokens, or to its distribution.")
+    ] = "cross_entropy",
+    loss_weights: Annotated[
+        Literal["geometric", "exponential", "dpace"] | None,
+        typer.Option(
+            help="Of draft position k: rho^(k-1), exp(-(k-1)/gamma), or by what is likely to be accepted (D-PACE).",
+            show_default="exponential for dflash, else geometric",
+        ),
+    ] = None,
+    rho: Annotated[float, typer.Option(help="geometric weights: rho^(k-1).")] = 0.8,
+    gamma: Annotated[
+        float | None, typer.Option(help="exponential weights: exp(-(k-1)/gamma).", show_default="by block size")
+    ] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over the rollouts.")] = 8.0,
+    learning_rate: Annotated[float, typer.Option(help="Peak; warm-up, then cosine to zero.")] = 2e-3,
+    sequences_per_step: Annotated[int, typer.Option(help="Over all workers.")] = 8,
+    anchors_per_sequence: Annotated[int, typer.Option(help="Draft blocks trained per sequence and step.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of initial weights, order and anchors.")] = 0,
+    num_workers: Annotated[int, typer.Option(help="Ray Train workers.")] = 1,
+    gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per worker.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a drafter on rollouts, then decode held-out prompts with it; the target stays as it is.
+
+    Exit code 1 if the real engine accepts more or fewer drafts than training says it will.
+    """
+    with one_line_errors():
+        from cluster import show
+        from drafters.losses import LossConfig
+        from pipelines.train import train as run
+        from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig
+        from pipelines.training import StepConfig
+
+        config = TrainConfig(
+            target=target, rollouts=rollouts, output=output, kind=kind, num_draft_tokens=num_draft_tokens,
+            draft_vocab_coverage=draft_vocab_coverage, draft_vocab_size=draft_vocab_size,
+            num_workers=num_workers, use_gpu=gpu,
+            independent=IndependentOptions(
+                own_lm_head=own_lm_head, shared_trunk=shared_trunk, anchor_embedding=anchor_embedding
+            ),
+            dflash=DFlashOptions(
+                block_size=block_size, num_hidden_layers=num_hidden_layers, selector_top_k=selector_top_k,
+                conv_kernel_size=conv_kernel_size, confidence_head=confidence_head, slot_context=slot_context,
+                sliding_window=sliding_window, init_from_target_layers=init_from_target_layers,
+                mask_token_id=mask_token_id,
+            ),
+            steps=StepConfig(
+                epochs=epochs, learning_rate=learning_rate, sequences_per_step=sequences_per_step,
+                anchors_per_sequence=anchors_per_sequence, seed=seed,
+                loss=LossConfig(
+                    kind=loss, weights=loss_weights or ("exponential" if kind == "dflash" else "geometric"),
+                    rho=rho, gamma=gamma,
+                ),
+            ),
+        )  # fmt: skip
+        with show.stage(console, f"train: a {show.KINDS[kind]} drafter for {target}", as_json) as stage:
+            report = run(config, stage.train)
+        end(report, show.train_table, as_json, f"draftloop evaluate --target {target} --drafter {report.output}")
+        if report.parity_passed is False:
+            fail(f"{report.parity_verdict} (kept in {report.output})", 1)

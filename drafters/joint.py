@@ -1,0 +1,101 @@
+"""The joint MTP regime: a trunk (any Hugging Face causal LM) and its MTP module trained together on the same tokens.
+
+In: a padded batch of sequences with anchors. Out: L = L_NTP + beta * L_MTP with gradients for both. The module is the
+one of the frozen regime (`pipelines/training.py`), and serves like it once the trunk is saved as its target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.drafter_module import DrafterModule
+from drafters.losses import DraftLoss, FinalNorm, LossConfig, draft_loss, supervise
+from drafters.target import SharedWeights
+from drafters.training_batch import IGNORED, TrainingBatch
+
+
+class JointLoss(NamedTuple):
+    """Loss of one batch and its parts."""
+
+    loss: Tensor  # scalar: ntp + beta * (mtp + the module's further losses)
+    ntp: Tensor  # scalar: mean cross-entropy of the trunk's next token over all positions
+    mtp: DraftLoss
+
+
+def joint_loss(
+    model: nn.Module, module: DrafterModule, batch: TrainingBatch, beta: float, config: LossConfig | None = None
+) -> JointLoss:
+    """The joint loss. The features of `batch` are not read: the trunk puts them out anew, with gradients.
+
+    L_MTP reaches the trunk through its tapped hidden states. Embedding and LM head, which the module borrows as they
+    are at each call, learn from L_NTP alone, as in the frozen regime they learn from nothing.
+    """
+    if beta < 0:
+        raise ValueError(f"beta must be 0 or more, got {beta}")
+    config = config or LossConfig()
+    shared = trunk_weights(model)
+    module.bind(shared)
+    module.to(batch.ids_BT.device)  # what `bind` made anew
+    logits_BTV, features_BTF = tapped_forward(model, batch.ids_BT, module.config.target_layer_ids)
+    ntp = next_token_loss(logits_BTV, batch.ids_BT, batch.lengths_B)
+    batch = replace(batch, features_BTF=features_BTF)
+    output = module(batch)
+    # kl is towards the trunk as it is: a drafter's target is no part of what is trained
+    norm = FinalNorm(shared.final_norm_D, shared.rms_eps) if config.kind == "kl" else None
+    mtp = draft_loss(config, output.logits_BAKW.flatten(0, 1), supervise(module, batch, norm))
+    return JointLoss(ntp + beta * (mtp.loss + sum(output.auxiliary.values())), ntp, mtp)
+
+
+def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    """Mean cross-entropy of the token at t + 1 given those up to t, over all known positions."""
+    labels_BT = next_tokens(ids_BT, lengths_B)
+    return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORED)
+
+
+def next_tokens(ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    """[B, T - 1] the token at t + 1; IGNORED in the padding."""
+    following = ids_BT[:, 1:]
+    place = following.new_ones(following.shape).cumsum(dim=1)
+    return following.masked_fill(place >= lengths_B[:, None], IGNORED)
+
+
+def tapped_forward(model: Any, ids_BT: Tensor, layer_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(logits [B, T, V], features [B, T, taps * D]) of right-padded sequences, with the gradients that are switched on.
+
+    Features are the outputs of decoder layers, the last one's before the final norm. Causal attention keeps padding
+    from all that comes before it.
+    """
+    caught: dict[int, Tensor] = {}
+
+    def note(layer: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            caught[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    layers = model.get_decoder().layers
+    hooks = [layers[layer].register_forward_hook(note(layer)) for layer in layer_ids]
+    try:
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return logits_BTV, torch.cat([caught[layer] for layer in layer_ids], dim=-1)
+
+
+def trunk_weights(model: Any) -> SharedWeights:
+    """What a module borrows from a trunk in memory: the same storage, without gradients."""
+    norm = model.get_decoder().norm
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
+    return SharedWeights(
+        model.get_input_embeddings().weight.detach(),
+        model.get_output_embeddings().weight.detach(),
+        norm.weight.detach(),
+        float(eps),
+    )
