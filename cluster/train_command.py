@@ -67,6 +67,11 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Peak; warm-up, then cosine to zero.")] = 2e-3,
     sequences_per_step: Annotated[int, typer.Option(help="Over all workers.")] = 8,
     anchors_per_sequence: Annotated[int, typer.Option(help="Draft blocks trained per sequence and step.")] = 20,
+    precision: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="Of matrix products; weights stay in float32. auto: bfloat16 where the device has it."),
+    ] = "auto",
+    evaluations: Annotated[int, typer.Option(min=1, help="Times that expected tau is measured.")] = 5,
     seed: Annotated[int, typer.Option(help="Of initial weights, order and anchors.")] = 0,
     num_workers: Annotated[int, typer.Option(help="Ray Train workers.")] = 1,
     gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per worker.")] = False,
@@ -98,7 +103,7 @@ def train(
             ),
             steps=StepConfig(
                 epochs=epochs, learning_rate=learning_rate, sequences_per_step=sequences_per_step,
-                anchors_per_sequence=anchors_per_sequence, seed=seed,
+                anchors_per_sequence=anchors_per_sequence, precision=precision, evaluations=evaluations, seed=seed,
                 loss=LossConfig(
                     kind=loss, weights=loss_weights or ("exponential" if kind == "dflash" else "geometric"),
                     rho=rho, gamma=gamma,

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,10 @@ def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], N
         config=EngineConfig(num_draft_tokens=config.num_draft_tokens, tree_nodes=config.tree_nodes),
     )
     output.parent.mkdir(parents=True, exist_ok=True)  # now rather than after minutes of work
+    assert engine.drafter is not None
+    number, nodes = min(config.num_draft_tokens, engine.drafter.max_draft_tokens), engine.tree_nodes
     runs = _decode_both_ways(engine, rows, config, on_progress)
-    evaluation = _summary(engine, runs, rows, config)
+    evaluation = _summary(engine, runs, replace(config, num_draft_tokens=number, tree_nodes=nodes))
     write_evaluation(evaluation, output)
     return evaluation
 
@@ -173,14 +175,15 @@ def _decode_both_ways(
     return runs
 
 
-def _summary(engine: Engine, runs: list[_Run], rows: list[PromptRow], config: EvaluateConfig) -> Evaluation:
+def _summary(engine: Engine, runs: list[_Run], config: EvaluateConfig) -> Evaluation:
+    """`config` tells the drafts that were asked for, cut to what the drafter can do."""
     acceptance, timings = Acceptance(), engine.stats.timings
     pairs = [pair for run in runs for pair in zip(run.plain, run.drafted, strict=True)]
     for _, drafted in pairs:
         acceptance.add(drafted.acceptance)
-    num = len(acceptance.proposed_by_position)
+    num, nodes = config.num_draft_tokens, config.tree_nodes
     t_base = timings.t_base(config.batch)
-    t_draft, t_verify = timings.t_draft(config.batch, num), timings.t_verify(config.batch, engine.tree_nodes or num)
+    t_draft, t_verify = timings.t_draft(config.batch, num), timings.t_verify(config.batch, nodes or num)
     predicted = None
     if t_base and t_draft and t_verify and acceptance.tau:
         predicted = t_base * acceptance.tau / (t_draft + t_verify)
@@ -205,7 +208,7 @@ def _summary(engine: Engine, runs: list[_Run], rows: list[PromptRow], config: Ev
         tokens=plain_tokens,
         batch=config.batch,
         num_draft_tokens=num,
-        tree_nodes=engine.tree_nodes,
+        tree_nodes=nodes,
         max_new_tokens=config.max_new_tokens,
         dtype=config.dtype,
         backend=engine.backend.name,

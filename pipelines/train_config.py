@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from drafters.losses import LossConfig, LossKind, LossWeights
-from pipelines.training import StepConfig
+from pipelines.training import Precision, StepConfig
 
 DRAFT_VOCAB_COVERAGE = 0.95
 MTP_DRAFT_TOKENS = 5
@@ -125,6 +125,7 @@ def _step_checks(steps: StepConfig, workers: int) -> tuple[tuple[str, Any, bool,
         ("sequences_per_step", number, number % workers == 0, f"a multiple of the {workers} workers"),
         ("anchors_per_sequence", steps.anchors_per_sequence, steps.anchors_per_sequence >= 1, "at least 1"),
         ("learning_rate", steps.learning_rate, steps.learning_rate > 0, "more than 0"),
+        ("precision", steps.precision, steps.precision in get_args(Precision), " or ".join(get_args(Precision))),
     )
 
 

@@ -144,6 +144,7 @@ def _finish(
         "config": asdict(config),
         "mask_token_id": arguments["mask_token_id"],
         "seed": config.steps.seed,
+        "precision": "bfloat16" if trainer.in_bfloat16 else "float32",
         **vocabulary,  # the coverage is that of the held-out responses
         "draft_vocab_training_coverage": coverage_of(module.draft_vocab_ids, trainer.sequences),
         "expected_tau": last.expected_tau,

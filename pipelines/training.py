@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,19 @@ class TrainingSequence:
     greedy: bool = True  # the response is the target's argmax throughout
 
 
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+def multiplies_in_bfloat16(precision: Precision, device: torch.device) -> bool:
+    """Whether matrix products run in bfloat16."""
+    if precision != "auto":
+        return precision == "bfloat16"
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    native = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # elsewhere bfloat16 is emulated, and slow
+    return bool(native and native())
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
     """How the optimiser walks."""
@@ -44,6 +58,8 @@ class StepConfig:
     weight_decay: float = 0.01
     clip_norm: float = 1.0  # of the gradient
     loss: LossConfig = field(default_factory=LossConfig)  # what is minimised
+    # of matrix products (autocast; weights and optimiser stay in float32); auto: bfloat16 where the device has it
+    precision: Precision = "auto"
     seed: int = 0
     evaluations: int = 5  # times that expected tau is measured, the end included
 
@@ -167,6 +183,7 @@ class Trainer:
             parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
         self.parameters = parameters
+        self.in_bfloat16 = multiplies_in_bfloat16(config.precision, device)
         self.done = 0  # optimiser steps taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,7 +259,10 @@ class Trainer:
             torch.Generator().manual_seed(anchor_seed),
         )
         batch = make_batch(chosen, anchors, mask).to(device)
-        output: DraftLogits = self.forward(batch)
+        with warnings.catch_warnings(), torch.autocast(device.type, torch.bfloat16, enabled=self.in_bfloat16):
+            # norms keep float32 weights: they are no matrix products
+            warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+            output: DraftLogits = self.forward(batch)
         supervision = supervise(self.module, batch, self.final_norm)
         result = draft_loss(self.config.loss, output.logits_BAKW.flatten(0, 1), supervision)
         for group in self.optimizer.param_groups:

@@ -24,7 +24,15 @@ from tests.toy_mtp import continued, toy_mtp
 from tests.toy_target import toy_model, toy_prompts
 
 KINDS = ["recursive", "independent"]
-CONFIG = StepConfig(epochs=4, sequences_per_step=4, anchors_per_sequence=6, learning_rate=5e-3, evaluations=2, seed=5)
+CONFIG = StepConfig(
+    precision="float32",
+    epochs=4,
+    sequences_per_step=4,
+    anchors_per_sequence=6,
+    learning_rate=5e-3,
+    evaluations=2,
+    seed=5,
+)
 
 
 def final_norm(model) -> FinalNorm:
@@ -235,3 +243,16 @@ def test_what_cannot_be_trained_is_refused(model, sequences):
         Trainer(toy_mtp(model), sequences, [], CONFIG, world=3)
     with pytest.raises(ValueError, match="no training sequence"):
         Trainer(toy_mtp(model), [], [], CONFIG)
+
+
+def test_bfloat16_products_teach_like_float32(model, sequences):
+    """The weights stay in float32, and the loss falls as it does there."""
+    curves = {}
+    for precision in ("float32", "bfloat16"):
+        trainer = Trainer(toy_mtp(model), sequences, [], replace(CONFIG, precision=precision, epochs=3))
+        curves[precision] = [point.loss for point in curve_of(trainer)]
+        assert {p.dtype for p in trainer.parameters} == {torch.float32}
+        assert trainer.in_bfloat16 == (precision == "bfloat16")
+    assert curves["bfloat16"] != curves["float32"]
+    assert curves["bfloat16"][-1] == pytest.approx(curves["float32"][-1], rel=0.03)
+    assert curves["bfloat16"][-1] < 0.97 * curves["bfloat16"][0]
