@@ -21,6 +21,7 @@ from drafters.drafter import Drafter
 from drafters.prompt_lookup import PromptLookupDrafter
 from drafters.target import Target, load_model
 from serving.engine.build import DTYPES, TORCH_THREADS, build_engine, load_drafter_for
+from serving.engine.drafting import MOST_TREE_NODES, TREE_DEPTH, TREE_NODES
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
 
@@ -113,10 +114,13 @@ def our_contenders(setting: Setting, backend: str) -> list[Contender]:
         ("plain", None, EngineConfig()),
         ("prompt lookup", PromptLookupDrafter(), EngineConfig(num_draft_tokens=LOOKUP_TOKENS)),
         (f"MTP, {most} drafts", mtp(), EngineConfig(num_draft_tokens=most)),
+        (f"MTP, trees of {TREE_NODES}", mtp(), EngineConfig(num_draft_tokens=TREE_DEPTH, tree_nodes=TREE_NODES)),
     ]
+    chosen = EngineConfig(num_draft_tokens=TREE_DEPTH, tree_nodes=MOST_TREE_NODES, adapt_draft_length=True)
     if native:
         plans += [
             ("MTP, length chosen", mtp(), EngineConfig(num_draft_tokens=most, adapt_draft_length=True)),
+            ("MTP, trees chosen", mtp(), chosen),
             ("MTP, switched off", mtp(), EngineConfig(num_draft_tokens=0)),
         ]
     found = []

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import random
 import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -54,7 +55,8 @@ class Plan:
 
     @property
     def name(self) -> str:
-        return f"{self.drafter}, {f'tree of {self.nodes}' if self.nodes else f'chain of {self.depth}'}"
+        shape = f"tree of {self.nodes}, {self.depth} deep" if self.nodes else f"chain of {self.depth}"
+        return f"{self.drafter}, {shape}"
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,11 @@ def main() -> None:
     )
     arguments = vars(args) | {"drafter": [pair.split("=")[0] for pair in args.drafter]}
     arguments["prompts"] = [Path(name).name for name in args.prompts or ["gsm8k_test"]]
-    facts = {"arguments": arguments, "versions": versions()}
+    weights = {
+        label: hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()[:12]
+        for label, folder in (pair.split("=", 1) for pair in args.drafter)
+    }
+    facts = {"arguments": arguments, "versions": versions(), "weights": weights, "commit": commit.stdout.strip()}
     file = ROOT / "benchmarks" / "results" / f"{args.name}-{datetime.date.today().isoformat()}"
     known = json.loads(file.with_suffix(".json").read_text()) if file.with_suffix(".json").exists() else {}
     rows = [Row(**row) for row in known.get("rows", [])] if {k: known.get(k) for k in facts} == facts else []
@@ -262,7 +268,7 @@ def main() -> None:
         rows += bench.rows_of(prompt_set, prompts, done)
         write_json(
             file.with_suffix(".json"),
-            facts | {"commit": commit.stdout.strip(), "rows": [asdict(replace(row)) for row in rows]},
+            facts | {"rows": [asdict(row) for row in rows]},
         )
         mine = [row for row in rows if row.prompt_set == prompt_set]
         base = next((row.t_base_ms for row in mine if row.t_base_ms), None)

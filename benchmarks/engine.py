@@ -85,11 +85,12 @@ def row_of(contender: Contender, plain: Contender, peers: list[Contender], batch
     if contender.engine:
         acceptance, timings = contender.engine.stats.acceptance, contender.engine.stats.timings
     # Predicted only where every round had as many drafts: T_verify depends on them.
-    fixed = len(set(acceptance.proposed_by_position)) == 1
-    number = len(acceptance.proposed_by_position) if fixed else 0
+    fixed = contender.engine is not None and contender.engine.drafter and not contender.engine.config.adapt_draft_length
+    number = contender.engine.num_draft_tokens if fixed and contender.engine else 0
+    drafts = contender.engine.tree_nodes or number if contender.engine else 0
     base = plain.engine.stats.timings.t_base(batch) if plain.engine and contender.engine else None
     draft = timings.t_draft(batch, number) if timings and number else None
-    verify = timings.t_verify(batch, number) if timings and number else None
+    verify = timings.t_verify(batch, drafts) if timings and number else None
     known = acceptance.tau and base and draft and verify
     same = sum(a == b for a, b in zip(contender.outputs, plain.outputs, strict=False))
     rates = contender.rates()

@@ -80,7 +80,7 @@ def _trained_already(config: TrainConfig) -> bool:
         return False
     rollouts = [entry["manifest_sha256"] for entry in provenance.get("rollouts", [])]
     same = provenance.get("config") == json.loads(json.dumps(asdict(config)))
-    sound = provenance.get("parity", {}).get("passed") is not False
+    sound = provenance.get("parity", {"passed": False})["passed"] is not False
     return same and sound and rollouts == [open_rollouts(config.rollouts).manifest_sha256]
 
 

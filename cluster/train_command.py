@@ -105,8 +105,7 @@ def train(
                 epochs=epochs, learning_rate=learning_rate, sequences_per_step=sequences_per_step,
                 anchors_per_sequence=anchors_per_sequence, precision=precision, evaluations=evaluations, seed=seed,
                 loss=LossConfig(
-                    kind=loss, weights=loss_weights or ("exponential" if kind == "dflash" else "geometric"),
-                    rho=rho, gamma=gamma,
+                    kind=loss, weights=loss_weights, rho=rho, gamma=gamma,
                 ),
             ),
         )  # fmt: skip

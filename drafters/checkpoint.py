@@ -160,6 +160,8 @@ def load_module(
         raise CheckpointError(f"{path}/{WEIGHTS} cannot be loaded ({reason}); train the drafter anew") from None
     if not 0 <= int(module.draft_vocab_ids.min()) <= int(module.draft_vocab_ids.max()) < config.vocab_size:
         raise CheckpointError(f"{path}/{WEIGHTS} drafts tokens outside the vocabulary; train the drafter anew")
+    if not bool((module.draft_vocab_ids.diff() > 0).all()):
+        raise CheckpointError(f"{path}/{WEIGHTS} has draft_vocab_ids that do not ascend; train the drafter anew")
     module.bind(shared_weights(target_path, dtype))
     return module.to(device=device, dtype=dtype).eval().requires_grad_(False)
 

@@ -259,8 +259,10 @@ class DFlashModule(DrafterModule):
             previous_NK = torch.cat([self.draft_labels(anchors_N)[:, None], index_NK[:, :-1]], dim=1)
             loss_NK, scores_NKC = selector_loss(self.candidate_selector, found, logits_NKW, previous_NK, index_NK)
             per_slot_K = loss_NK.sum(dim=0) / (index_NK != IGNORED).sum(dim=0).clamp(min=1)
-            weights_K = exponential_weights(num, gamma_for(self.config.block_size)).to(per_slot_K)
-            losses["selector"] = (per_slot_K * weights_K).sum()
+            weights_K = self.slot_weights_K
+            if weights_K is None:
+                weights_K = exponential_weights(num, gamma_for(self.config.block_size))
+            losses["selector"] = (per_slot_K * weights_K.to(per_slot_K)).sum()
         if self.confidence is not None:
             best_NK = scores_NKC.argmax(dim=-1)
             draft_NK = found.index_NKC.gather(2, best_NK[:, :, None])[:, :, 0]

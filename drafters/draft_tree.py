@@ -7,8 +7,10 @@ under parents, and only nodes among the best so far can have children among the 
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +19,7 @@ ROOT = -1  # the anchor, as a parent
 MAX_TREE_NODES = 63  # with the anchor 64 rows of a verify pass
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """One drafted token and the chance, by the drafter, that it and all above it are kept."""
 
     log_prob: float  # joint
@@ -38,10 +39,19 @@ class TreeBuilder:
     def extend(self, tokens_FC: list[list[int]], log_probs_FC: list[list[float]]) -> None:
         """Give every node of the frontier its best next tokens (distinct, likeliest first)."""
         first_new = len(self.nodes)
+        lowest = [self.nodes[i].log_prob for i in self._best()]  # a heap of the best so far
+        heapq.heapify(lowest)
         for parent, tokens, log_probs in zip(self.frontier, tokens_FC, log_probs_FC, strict=True):
             above, depth = (0.0, 0) if parent == ROOT else (self.nodes[parent].log_prob, self.nodes[parent].depth)
             for token, log_prob in zip(tokens, log_probs, strict=True):
-                self.nodes.append(Node(above + min(log_prob, 0.0), token, parent, depth + 1))
+                joint = above + min(log_prob, 0.0)
+                if len(lowest) < self.budget:
+                    heapq.heappush(lowest, joint)
+                elif joint > lowest[0]:
+                    heapq.heapreplace(lowest, joint)
+                else:
+                    break  # nor are the less likely ones that follow among the best
+                self.nodes.append(Node(joint, token, parent, depth + 1))
         self.frontier = [i for i in self._best() if i >= first_new]
 
     def finish(self) -> tuple[list[int], list[int], list[float]]:

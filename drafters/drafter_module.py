@@ -46,6 +46,7 @@ class DrafterModule(nn.Module):
     draft_vocab_ids: Tensor  # int64 [draft_vocab_size], ascending token ids
     embedding_VD: Tensor
     lm_head_WD: Tensor  # rows of the target's LM head for the draft vocabulary
+    slot_weights_K: Tensor | None = None  # of auxiliary losses by draft position, as training sets them
 
     def __init__(self, config: DrafterConfig):
         super().__init__()

@@ -6,7 +6,7 @@ N anchors, K draft positions, W draft-vocabulary tokens. The loss is sum_k mean 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -29,10 +29,15 @@ class LossConfig:
     """What is minimised."""
 
     kind: LossKind = "cross_entropy"  # on the target's tokens, or kl to its distribution over the draft vocabulary
-    weights: LossWeights = "geometric"  # of position k: rho^(k-1), exp(-(k-1)/gamma), or those of D-PACE
+    # of position k: rho^(k-1), exp(-(k-1)/gamma), or those of D-PACE; None: exponential for blocks, geometric for heads
+    weights: LossWeights | None = None
     rho: float = 0.8  # geometric weights
     gamma: float | None = None  # exponential weights; None: by the block size (`gamma_for`)
     smoothing: float = 0.5  # D-PACE: a
+
+    def resolved(self, *, blocks: bool) -> LossConfig:
+        """With the weights that a drafter of blocks, or of heads, is trained with."""
+        return self if self.weights else replace(self, weights="exponential" if blocks else "geometric")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +129,7 @@ def target_logits(features_ND: Tensor, norm: FinalNorm, lm_head_WD: Tensor) -> T
 
 def position_weights(config: LossConfig, num_draft_tokens: int) -> Tensor:
     """[K] the weights that depend on the position alone. D-PACE's are no such weights."""
-    if config.weights == "geometric":
+    if config.weights in (None, "geometric"):
         return geometric_weights(num_draft_tokens, config.rho)
     if config.weights == "exponential":
         gamma = gamma_for(num_draft_tokens + 1) if config.gamma is None else config.gamma
@@ -133,7 +138,7 @@ def position_weights(config: LossConfig, num_draft_tokens: int) -> Tensor:
 
 
 def geometric_weights(num_draft_tokens: int, rho: float) -> Tensor:
-    """lambda_k = rho^(k-1) for k = 1..K (DESIGN: frozen MTP regime), not normalised."""
+    """lambda_k = rho^(k-1) for k = 1..K (frozen regime), not normalised."""
     if not 0 < rho <= 1:
         raise ValueError(f"rho must be above 0 and at most 1, got {rho}")
     return rho ** torch.arange(num_draft_tokens, dtype=torch.float32)

@@ -13,7 +13,7 @@ from drafters.drafter import DraftReply, DraftRequest, empty_reply
 from drafters.mtp import IndependentHeads, RecursiveHead
 from drafters.pair_ledger import PairLedger
 
-MAX_FRONTIER = 16  # nodes of one depth that are expanded
+MAX_FRONTIER = 16  # nodes of one depth that are expanded; the native drafter has the same limits
 MAX_CHILDREN = 16  # of one node
 WIDE = 32  # sequences with more new pairs than this (a fresh prompt) are taken note of one by one, unpadded
 
@@ -47,11 +47,7 @@ class IndependentDrafter:
         return DraftReply(tokens_BK=self.module.draft_vocab_ids[logits_BKW.argmax(dim=-1)].cpu())
 
     def _trees(self, logits_BKW: Tensor, budget: int) -> DraftReply:
-        """A tree of each sequence. The heads do not see each other's drafts: all nodes of a depth share their tokens.
-
-        Of a depth's nodes by rank and their next tokens by rank, both from 1, the token `j` of node `i` is no likelier
-        than i * j - 1 others of that depth; so node i needs its budget / i likeliest tokens only.
-        """
+        """A tree of each sequence. No head sees another one's drafts: all nodes of a depth have the same children."""
         log_probs_BKW = torch.log_softmax(logits_BKW.float(), dim=-1)
         top = log_probs_BKW.topk(min(budget, log_probs_BKW.shape[-1]), dim=-1)
         tokens_BKC, log_probs_BKC = self.module.draft_vocab_ids[top.indices].tolist(), top.values.tolist()
@@ -59,18 +55,11 @@ class IndependentDrafter:
         for tokens_KC, log_probs_KC in zip(tokens_BKC, log_probs_BKC, strict=True):
             tree = TreeBuilder(budget)
             for tokens, log_probs in zip(tokens_KC, log_probs_KC, strict=True):
-                by_rank = sorted(range(len(tree.frontier)), key=lambda f: -_joint(tree, tree.frontier[f]))
-                rank = {place: i + 1 for i, place in enumerate(by_rank)}
-                wanted = [budget // rank[f] for f in range(len(tree.frontier))]
-                tree.extend([tokens[:n] for n in wanted], [log_probs[:n] for n in wanted])
+                width = len(tree.frontier)
+                tree.extend([tokens] * width, [log_probs] * width)
             trees.append(tree)
         tokens_BN, parents_BN, confidence_BN, counts = pad_trees(trees)
         return DraftReply(tokens_BK=tokens_BN, counts=counts, parents_BK=parents_BN, confidence_BK=confidence_BN)
-
-
-def _joint(tree: TreeBuilder, node: int) -> float:
-    """Log-probability of a node and all above it."""
-    return 0.0 if node == ROOT else tree.nodes[node].log_prob
 
 
 class RecursiveDrafter:

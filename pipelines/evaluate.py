@@ -23,6 +23,7 @@ from drafters.acceptance import Acceptance
 from drafters.target import load_target
 from pipelines.prompts import PromptRow, read_prompts
 from serving.engine.build import build_engine
+from serving.engine.drafting import TREE_DEPTH, TREE_NODES
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
 from serving.engine.sequence import Completion
@@ -43,8 +44,8 @@ class EvaluateConfig:
     chat: bool = False  # wrap raw `prompt` rows into a user turn
     max_new_tokens: int = 128  # per prompt
     batch: int = 1  # prompts decoded at a time
-    num_draft_tokens: int = 5  # drafts per round, or a tree's greatest depth
-    tree_nodes: int = 7  # most nodes of each sequence's draft tree, where the drafter makes trees; 0: chains
+    num_draft_tokens: int = TREE_DEPTH  # drafts per round, or a tree's greatest depth
+    tree_nodes: int = TREE_NODES  # most nodes of each sequence's draft tree, where the drafter makes trees; 0: chains
     dtype: str = "float32"  # or bfloat16
     backend: str = "auto"  # auto, native, torch
     device: str = "cpu"  # or cuda

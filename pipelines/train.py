@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
 from drafters.checkpoint import is_drafter
@@ -85,17 +85,38 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     check_resources(config)
     board = _Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     work = output.parent / f".{output.name}.training"
-    name = run_name(config, rollouts)
+    arguments = {
+        "config": config,
+        "target_path": str(target.path.absolute()),
+        "rollouts": rollouts.uri,
+        "mask_token_id": mask,
+        "board": board,
+        "versions": versions(),
+    }
+    with _Relay(board, on_progress):
+        checkpoint = _fit(config, arguments, work, run_name(config, rollouts))
+    with checkpoint.as_directory() as folder:
+        _install(Path(folder) / DRAFTER, output)
+        report = json.loads((Path(folder) / REPORT).read_text())
+        cases = [ParityCase(**case) for case in json.loads((Path(folder) / PARITY).read_text())]
+    device = "cuda" if config.use_gpu and torch.cuda.is_available() else "cpu"
+    parity = run_parity(target.path, output, cases, config.drafts(), device)
+    shutil.rmtree(work, ignore_errors=True)  # not before: the same command goes on at the gate, if that was interrupted
+    return TrainReport(
+        **report,
+        output=str(output),
+        seconds=time.monotonic() - started,
+        served_tau=parity.served,
+        parity_passed=parity.passed,
+        parity_verdict=parity.verdict(),
+    )
+
+
+def _fit(config: TrainConfig, arguments: dict[str, Any], work: Path, name: str) -> Checkpoint:
+    """Run the workers, from where a run of this name has stopped; returns the last checkpoint. Raises TrainError."""
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={
-            "config": config,
-            "target_path": str(target.path.absolute()),
-            "rollouts": rollouts.uri,
-            "mask_token_id": mask,
-            "board": board,
-            "versions": versions(),
-        },
+        train_loop_config=arguments,
         scaling_config=ScalingConfig(
             num_workers=config.num_workers,
             use_gpu=config.use_gpu,
@@ -108,28 +129,13 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
             checkpoint_config=CheckpointConfig(num_to_keep=1),
         ),
     )
-    with _Relay(board, on_progress):
-        try:
-            result = trainer.fit()
-        except TrainingFailedError as error:
-            raise TrainError(f"training failed ({_cause(error)}); mend that and run the same command again") from error
+    try:
+        result = trainer.fit()
+    except TrainingFailedError as error:
+        raise TrainError(f"training failed ({_cause(error)}); mend that and run the same command again") from error
     if result.checkpoint is None:
         raise TrainError("training ended without a checkpoint; run the same command again")
-    with result.checkpoint.as_directory() as folder:
-        _install(Path(folder) / DRAFTER, output)
-        report = json.loads((Path(folder) / REPORT).read_text())
-        cases = [ParityCase(**case) for case in json.loads((Path(folder) / PARITY).read_text())]
-    shutil.rmtree(work, ignore_errors=True)
-    device = "cuda" if config.use_gpu and torch.cuda.is_available() else "cpu"
-    parity = run_parity(target.path, output, cases, config.drafts(), device)
-    return TrainReport(
-        **report,
-        output=str(output),
-        seconds=time.monotonic() - started,
-        served_tau=parity.served,
-        parity_passed=parity.passed,
-        parity_verdict=parity.verdict(),
-    )
+    return result.checkpoint
 
 
 def check_rollouts(config: TrainConfig, target: Target) -> RolloutSet:

@@ -70,7 +70,7 @@ class TrainConfig:
             if not good:
                 raise TrainError(f"{name} is {value}; give {mend}")
         self._check_belonging()
-        _check_loss(self.steps.loss)
+        _check_loss(self.steps.loss, blocks=self.kind == "dflash")
 
     def drafts(self) -> int:
         """K, whatever the kind."""
@@ -129,8 +129,9 @@ def _step_checks(steps: StepConfig, workers: int) -> tuple[tuple[str, Any, bool,
     )
 
 
-def _check_loss(loss: LossConfig) -> None:
+def _check_loss(loss: LossConfig, *, blocks: bool) -> None:
     """Refuse a loss that there is not, and weights' options that the chosen weights do not have."""
+    loss = loss.resolved(blocks=blocks)
     gamma = loss.gamma
     for name, value, good, mend in (
         ("loss", loss.kind, loss.kind in get_args(LossKind), " or ".join(get_args(LossKind))),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafters.acceptance import Acceptance
 from drafters.drafter_module import DrafterModule, DraftLogits
-from drafters.losses import FinalNorm, LossConfig, draft_loss, supervise
+from drafters.losses import FinalNorm, LossConfig, draft_loss, position_weights, supervise
 from drafters.training_batch import TrainingBatch, pad_sequences, random_anchors
 
 
@@ -33,6 +33,7 @@ class TrainingSequence:
     greedy: bool = True  # the response is the target's argmax throughout
 
 
+ANCHORS_AT_ONCE = 128  # of a long sequence, whose logits for all anchors would not fit into memory
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -70,7 +71,7 @@ class CurvePoint:
 
     step: int
     total_steps: int
-    seconds: float
+    seconds: float  # of optimiser steps, over all starts of the run; without measuring expected tau
     loss: float  # mean since the last point
     accuracy_by_position: list[float]  # K, share of the batch's labels that are the step's argmax
     expected_tau: float | None = None  # on the held-out sequences, where measured
@@ -118,11 +119,13 @@ def accepted_drafts(module: DrafterModule, sequences: list[TrainingSequence], nu
         if count < 1:
             accepted.append([])
             continue
-        anchors = torch.arange(first, first + count)[None]
-        batch = make_batch([sequence], anchors, torch.ones_like(anchors, dtype=torch.bool)).to(device)
-        drafts = module.propose(batch)[0, :, :num_draft_tokens]
-        match = drafts == batch.labels(num_draft_tokens)[0]
-        accepted.append(match.long().cumprod(dim=1).sum(dim=1).tolist())
+        kept: list[int] = []
+        for anchors in torch.arange(first, first + count).split(ANCHORS_AT_ONCE):
+            used = torch.ones((1, len(anchors)), dtype=torch.bool)
+            batch = make_batch([sequence], anchors[None], used).to(device)
+            match = (module.propose(batch) == batch.labels(num_draft_tokens))[0, :, :num_draft_tokens]
+            kept += match.long().cumprod(dim=1).sum(dim=1).tolist()
+        accepted.append(kept)
     module.train(was_training)
     return accepted
 
@@ -163,6 +166,7 @@ class Trainer:
         forward: torch.nn.Module | None = None,
         final_norm: FinalNorm | None = None,
     ):
+        self.loss = config.loss.resolved(blocks=hasattr(module.config, "block_size"))
         if config.loss.kind == "kl" and final_norm is None:
             raise ValueError("the kl loss recomputes the target's logits; give its final_norm")
         if config.sequences_per_step % world:
@@ -174,6 +178,8 @@ class Trainer:
         self.rank, self.world = rank, world
         self.total_steps = total_steps(config, len(sequences))
         self.num_draft_tokens = module.config.num_draft_tokens
+        if self.loss.weights != "dpace":
+            module.slot_weights_K = position_weights(self.loss, self.num_draft_tokens)
         device = module.lm_head_WD.device
         self.final_norm = None
         if final_norm is not None and config.loss.kind == "kl":
@@ -185,28 +191,35 @@ class Trainer:
         self.parameters = parameters
         self.in_bfloat16 = multiplies_in_bfloat16(config.precision, device)
         self.done = 0  # optimiser steps taken
+        self.seconds = 0.0  # that they took, over all starts
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on after `done` steps: the order of the data is a function of seed and step alone."""
-        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "done": self.done}
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "done": self.done,
+            "seconds": self.seconds,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.done = int(state["done"])
+        self.done, self.seconds = int(state["done"]), float(state["seconds"])
 
     def run(self) -> Iterator[CurvePoint]:
         """Train to the end, yielding a point after every step; some carry expected tau."""
-        started, window, tokens = time.perf_counter(), _Window(), 0
+        window, tokens = _Window(), 0
         every = max(1, math.ceil(self.total_steps / max(1, self.config.evaluations)))
         self.module.train()
         for step, (chosen, anchor_seed) in enumerate(self._order(), start=1):
             tokens += sum(len(s.ids) - s.prompt_len for s in chosen) * self.world
             if step <= self.done:
                 continue
+            started = time.perf_counter()
             self._step(step, chosen, anchor_seed, window)
-            self.done = step
+            self.done, self.seconds = step, self.seconds + time.perf_counter() - started
             measured = by_category = None
             if step % every == 0 or step == self.total_steps:
                 measured, by_category = self._expected()
@@ -214,7 +227,7 @@ class Trainer:
             yield CurvePoint(
                 step=step,
                 total_steps=self.total_steps,
-                seconds=time.perf_counter() - started,
+                seconds=self.seconds,
                 loss=sum(window.losses) / len(window.losses),
                 accuracy_by_position=(correct / known.clamp(min=1)).tolist(),
                 expected_tau=measured.tau if measured else None,
@@ -264,7 +277,7 @@ class Trainer:
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
             output: DraftLogits = self.forward(batch)
         supervision = supervise(self.module, batch, self.final_norm)
-        result = draft_loss(self.config.loss, output.logits_BAKW.flatten(0, 1), supervision)
+        result = draft_loss(self.loss, output.logits_BAKW.flatten(0, 1), supervision)
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         self.optimizer.zero_grad(set_to_none=True)

@@ -22,6 +22,7 @@ from drafters.checkpoint import CheckpointError, load_module
 from drafters.draft_tree import MAX_TREE_NODES
 from drafters.target import TargetError, load_target
 from drafters.target_source import SMOLLM2_NAMES
+from serving.engine.drafting import MOST_TREE_NODES, TREE_DEPTH
 from serving.replica import Replica
 
 APP_NAME = "draftloop"
@@ -55,8 +56,8 @@ class ServeConfig(BaseModel):
     max_waiting: Annotated[int, Field(ge=0)] = (
         64  # requests that may wait for a slot, per replica; further ones get 503
     )
-    num_draft_tokens: Annotated[int, Field(ge=0)] = 5  # most drafts per round, or depth of a tree; 0 decodes plainly
-    tree_nodes: Annotated[int, Field(ge=0, le=MAX_TREE_NODES)] = 15  # most nodes of a draft tree; 0: chains
+    num_draft_tokens: Annotated[int, Field(ge=0)] = TREE_DEPTH  # most drafts per round, or a tree's depth; 0: none
+    tree_nodes: Annotated[int, Field(ge=0, le=MAX_TREE_NODES)] = MOST_TREE_NODES  # most nodes of a tree; 0: chains
     adapt_draft_length: bool = True  # choose each sequence's number by cost, so that drafting switches itself off
     target_layer_ids: list[int] | None = None  # layers to tap beside the drafter's, for drafters swapped in later
     num_replicas: Positive = 1

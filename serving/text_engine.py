@@ -20,6 +20,7 @@ from drafters.target import Target, load_target
 from serving.detokenize import Detokenizer
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.build import build_engine
+from serving.engine.drafting import TREE_DEPTH, TREE_NODES
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
 from serving.engine.sampling_defaults import SamplingDefaults
@@ -75,8 +76,8 @@ class TextEngine:
         device: str = "cpu",
         num_slots: int = 8,
         max_len: int = 2048,
-        num_draft_tokens: int = 5,
-        tree_nodes: int = 7,
+        num_draft_tokens: int = TREE_DEPTH,
+        tree_nodes: int = TREE_NODES,
     ) -> TextEngine:
         """Load a target as `--target` names it, with the drafter in a folder. Raises what `build_engine` raises."""
         found = load_target(target)

@@ -13,6 +13,7 @@ import numpy as np
 
 _LEAST = 1e-6  # probabilities are kept this far from 0 and 1 before they become log-odds
 _PRIOR_SLOPE, _PRIOR_SHIFT = 0.2, 1.0  # variances: how far a new drafter may be from telling the truth
+_MOST_STEP = 0.5  # of log-odds: one surprise where the curve is flat must not turn the whole estimate
 _FORGET = 0.9995  # weight of what was known, per draft
 _SURE = 20.0  # observations, at least, that the estimate may rest on: forgetting stops there
 
@@ -38,8 +39,10 @@ class Calibration:
             self._aa, self._ab, self._bb = self._aa / _FORGET, self._ab / _FORGET, self._bb / _FORGET
         a, b = self._aa * x + self._ab, self._ab * x + self._bb  # covariance times (x, 1)
         gain = 1 / (1 + curvature * (a * x + b))
-        self.slope = max(self.slope + a * gain * (kept - chance), 0.0)  # more confidence is never worse
-        self.shift += b * gain * (kept - chance)
+        step = gain * (kept - chance)
+        step *= min(1.0, _MOST_STEP / max(abs(step * (a * x + b)), 1e-12))
+        self.slope = max(self.slope + a * step, 0.0)  # more confidence is never worse
+        self.shift += b * step
         self._aa -= curvature * gain * a * a
         self._ab -= curvature * gain * a * b
         self._bb -= curvature * gain * b * b

@@ -33,6 +33,7 @@ _NEXT_PROBES = (
 )  # of another batch size's first rounds: only its draft time is new, passes are known by rows
 _PROBE_SOON, _PROBE_EVERY, _PROBE_OFF = 8, 64, 1024  # rounds between trials: at first, later, while drafting is off
 _PROBE_ROUNDS = 2  # rounds of a probe: in the first, a drafter that was off catches up, which is not timed
+_EQUAL_COUNTS = (0, 1, 3, 7, 15, 31, 63)  # drafts to verify where every sequence must bring as many
 _PROMISING = 0.8  # of the best choice's speed: what a number must be thought to reach to be tried
 
 
@@ -117,7 +118,7 @@ class DraftLengthChooser:
 
     def __init__(self, max_draft_tokens: int, *, equal_lengths: bool = False, trees: bool = False):
         self.max_draft_tokens = max_draft_tokens  # may change between rounds
-        self._equal_lengths = equal_lengths or trees  # one number for all sequences of a round
+        self._equal_lengths = equal_lengths  # one number for all sequences of a round
         self._trees = trees  # a number is a tree's depth, and its nodes are chosen by `worth_verifying`
         self._calibration = Calibration()
         self._probed: int | None = None  # the number that this round tries
@@ -157,7 +158,10 @@ class DraftLengthChooser:
             self._note_profile(confidence)
         if self._probed is not None:  # the rows that it was to show the cost of
             return [min(n, self._probed) for n in counts]
-        chances, base = np.concatenate([np.empty(0), *chances_B]), plain_rows + len(counts)
+        base = plain_rows + len(counts)
+        if self._equal_lengths:
+            return self._equal_counts(chances_B, base, draft_s)
+        chances = np.concatenate([np.empty(0), *chances_B])
         order = np.argsort(-chances, kind="stable")
         speeds = self._speeds(chances[order], base, draft_s)
         if speeds is None or not len(chances):
@@ -169,6 +173,20 @@ class DraftLengthChooser:
                 break
         owner = np.repeat(np.arange(len(counts)), counts)
         return np.bincount(owner[order[:best]], minlength=len(counts)).tolist()
+
+    def _equal_counts(self, chances_B: list[np.ndarray], base_rows: int, draft_s: float) -> list[int]:
+        """The same number for all, out of few: every other layout of a pass would need a graph of its own."""
+        batch, longest = len(chances_B), max(len(c) for c in chances_B)
+        found, fastest = longest, 0.0
+        for number in sorted({*_EQUAL_COUNTS, longest}):
+            step = self._steps.at(np.array([base_rows + batch * number]))
+            if number > longest or step is None:
+                continue
+            tokens = base_rows + sum(float(c[:number].sum()) for c in chances_B)
+            speed = tokens / max(float(step[0]) + draft_s, 1e-9)
+            if speed > fastest:
+                found, fastest = number, speed
+        return [min(found, len(c)) for c in chances_B]
 
     def _note_profile(self, confidence: Sequence[Sequence[float]]) -> None:
         known = self._profiles.get(self._depth)

@@ -9,26 +9,21 @@ One thread drives it; `async_engine` puts it behind an async stream. No Ray here
 from __future__ import annotations
 
 import itertools
-import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from drafters.acceptance import Acceptance
 from drafters.drafter import Drafter
-from serving.engine.draft_length import DraftLengthChooser, PositionAcceptance
-from serving.engine.round import Drafts, Outcome, assemble_rows, decide, draft_request, usable_drafts
-from serving.engine.rows import RowsBackend
+from serving.engine.draft_length import PositionAcceptance
+from serving.engine.drafting import Drafting, EngineStats
+from serving.engine.round import Drafts, Outcome, assemble_rows, decide
+from serving.engine.rows import Move, RowsBackend
 from serving.engine.sampling import Sampling
 from serving.engine.scheduler import Plan, Scheduler
 from serving.engine.sequence import Completion, Progress, Sequence
-from serving.engine.timing import Timings
-
-log = logging.getLogger(__name__)
 
 
 class RequestError(ValueError):
@@ -43,19 +38,6 @@ class EngineConfig:
     tree_nodes: int = 0  # most nodes of a draft tree of depth num_draft_tokens, if the drafter makes trees; 0: chains
     adapt_draft_length: bool = False  # choose each sequence's number by cost, with num_draft_tokens as the most
     max_prefill_rows: int = 512  # prompt rows per pass, so that a long prompt does not stall running streams
-
-
-@dataclass
-class EngineStats:
-    """Counters since the engine was built."""
-
-    passes: int = 0  # forward passes
-    rows: int = 0  # rows fed
-    emitted_tokens: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    fallbacks: dict[str, int] = field(default_factory=dict)  # rounds decoded plainly because of the drafter, by reason
-    timings: Timings = field(default_factory=Timings)
-    draft_lengths: Counter[int] = field(default_factory=Counter)  # drafts asked for, by sequence and round
 
 
 class Engine:
@@ -79,9 +61,7 @@ class Engine:
         self._requests: dict[str, Sequence] = {}
         self._finished: list[Progress] = []  # cancelled since the last step
         self._names = itertools.count()
-        self._drafter: Drafter | None = None
-        self._chooser: DraftLengthChooser | None = None
-        self._columns: slice | torch.Tensor | None = None
+        self._drafting: Drafting | None = None
         self.set_drafter(drafter)
 
     # -- what a caller sees ---------------------------------------------------------------------------------------
@@ -112,11 +92,11 @@ class Engine:
 
     @property
     def drafter_name(self) -> str | None:
-        return self._drafter.name if self._drafter else None
+        return self._drafting.drafter.name if self._drafting else None
 
     @property
     def drafter(self) -> Drafter | None:
-        return self._drafter
+        return self._drafting.drafter if self._drafting else None
 
     def add(
         self,
@@ -176,15 +156,21 @@ class Engine:
         plan = self._scheduler.plan()
         if not plan.decoding and not plan.prefilling:
             return finished
-        asked, drafts = self._draft(plan)
+        batch = len(plan.decoding)
+        asked, drafts = [0] * batch, Drafts.none(batch)
+        if self._drafting:
+            asked, drafts = self._drafting.draft(plan, self.num_draft_tokens, self.tree_nodes, self.stats)
         started = time.perf_counter()
         members = plan.decoding + [s for s, _ in plan.prefilling]
         wanted = any(s.keep_features or self._feeds_drafter(s) for s in members)
         rows = assemble_rows(plan, drafts, with_features=wanted)
         output = self.backend.forward(rows)
-        outcomes = decide(plan, drafts, output.logits_NV)
+        outcomes = decide(plan, drafts, output)
+        moves = [move for s, outcome in zip(plan.decoding, outcomes, strict=False) if (move := _move(s, outcome))]
+        if moves:
+            self.backend.move_entries(moves)
         if not plan.prefilling:
-            self._note_step(len(plan.decoding), drafts, time.perf_counter() - started)
+            self._note_step(batch, drafts, time.perf_counter() - started)
         self.stats.passes += 1
         self.stats.rows += len(rows.ids_R)
         return finished + self._commit(plan, asked, drafts, outcomes, output.features_RF)
@@ -234,22 +220,20 @@ class Engine:
 
         Running requests go on plainly if the new one needs features that they no longer have.
         """
-        columns = _feature_columns(self.backend, drafter) if drafter and drafter.target_layer_ids else None
-        if drafter:
-            drafter.allocate(self.num_slots, self.max_len)
-        self._drafter, self._columns = drafter, columns
         self.tree_nodes = min(self.config.tree_nodes, drafter.max_tree_nodes) if drafter else 0
-        self._chooser = None
-        if drafter and self.config.adapt_draft_length:
-            self._chooser = DraftLengthChooser(
-                min(self.num_draft_tokens, drafter.max_draft_tokens),
-                equal_lengths=self.backend.wants_equal_runs,
+        self._drafting = None
+        if drafter:
+            self._drafting = Drafting(
+                drafter,
+                self.backend,
+                most_drafts=self.num_draft_tokens,
                 trees=self.tree_nodes > 0,
+                adapt=self.config.adapt_draft_length,
             )
         for sequence in self._scheduler.running.values():
             sequence.observed, sequence.pending_features = 0, []
             sequence.position_acceptance = PositionAcceptance()
-            sequence.draftable = self._columns is None or sequence.cached == 0
+            sequence.draftable = self._columns() is None or sequence.cached == 0
 
     def reset_stats(self) -> None:
         """Start counting anew, such as after a warm-up."""
@@ -257,66 +241,15 @@ class Engine:
 
     # -- one round ------------------------------------------------------------------------------------------------
 
-    def _draft(self, plan: Plan) -> tuple[list[int], Drafts]:
-        """Ask the drafter: how many drafts of each sequence, and the drafts. One that fails costs only its drafts."""
-        batch = len(plan.decoding)
-        places = [i for i, s in enumerate(plan.decoding) if s.draftable]
-        if not places or self._drafter is None:
-            return [0] * batch, Drafts.none(batch)
-        sequences = [plan.decoding[i] for i in places]
-        lengths = self._choose_lengths(sequences, plain_rows=batch - len(places))
-        room = [self.max_len - 1 - s.cached for s in sequences]
-        lengths = [min(n, most) for n, most in zip(lengths, room, strict=True)]
-        number = max(lengths)
-        if number < 1:
-            return [0] * batch, Drafts.none(batch)
-        catching_up = max(s.cached - s.observed for s in sequences)
-        started = time.perf_counter()
-        try:
-            reply = self._drafter.draft(draft_request(sequences, number, self._columns, self.tree_nodes))
-            most = lengths if reply.parents_BK is None else [min(n, self.tree_nodes) for n in room]
-            drafts = usable_drafts(reply, most, self.backend.vocab_size)
-        except Exception as error:  # whatever the drafter does, the request goes on
-            self._fall_back(sequences, error)
-            return [0] * batch, Drafts.none(batch)
-        for s in sequences:
-            s.observed, s.pending_features = s.cached, []
-        seconds = time.perf_counter() - started
-        if not plan.prefilling and catching_up <= self.num_draft_tokens + 1:
-            self.stats.timings.draft[len(sequences), number].append(seconds)
-            if self._chooser:
-                self._chooser.observe_draft(len(sequences), number, seconds)
-        if self._chooser and drafts.confidence is not None:
-            drafts = drafts.cut(self._chooser.worth_verifying(drafts.confidence, batch - len(places), seconds))
-        asked = [0] * batch
-        for place, length in zip(places, lengths, strict=True):
-            asked[place] = length
-        return asked, drafts.spread(places, batch)
-
-    def _choose_lengths(self, sequences: list[Sequence], plain_rows: int) -> list[int]:
-        """Drafts to ask for in this round, by sequence."""
-        assert self._drafter is not None
-        number = min(self.num_draft_tokens, self._drafter.max_draft_tokens)
-        lengths = [number] * len(sequences)
-        if self._chooser and number:
-            self._chooser.max_draft_tokens = number
-            lengths = self._chooser.choose([s.position_acceptance for s in sequences], plain_rows)
-        self.stats.draft_lengths.update(lengths)
-        return lengths
+    def _columns(self) -> slice | torch.Tensor | None:
+        """The features that the drafter reads, if it reads any."""
+        return self._drafting.columns if self._drafting else None
 
     def _note_step(self, batch: int, drafts: Drafts, seconds: float) -> None:
-        drafted = sum(len(t) for t in drafts.tokens)
-        self.stats.timings.step[batch, drafted].append(seconds)
-        if self._chooser:
-            self._chooser.observe_step(batch + drafted, seconds)
-
-    def _fall_back(self, sequences: list[Sequence], error: Exception) -> None:
-        reason = type(error).__name__
-        if reason not in self.stats.fallbacks:
-            log.warning("drafter %s failed, decoding goes on plainly: %s: %s", self.drafter_name, reason, error)
-        self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
-        for s in sequences:  # what the drafter noted before it failed is unknown: it must not go on from there
-            s.draftable, s.pending_features = False, []
+        if self._drafting:
+            self._drafting.note_step(batch, drafts, seconds, self.stats)
+        else:
+            self.stats.timings.step[batch, 0].append(seconds)
 
     def _commit(
         self,
@@ -334,32 +267,22 @@ class Engine:
             decoding = i < len(plan.decoding)
             kept = [0, *(j + 1 for j in outcome.path)] if decoding else list(range(fed[i]))  # rows that are verified
             self._keep_features(s, features_RF, row, kept)
-            if kept[-1] >= len(kept):  # a path through a tree that is not its first rows
-                self.backend.move_entries(s.slot, s.cached, [s.cached + j for j in kept])
             row += fed[i]
             s.cached += len(kept)
-            if decoding and asked[i]:
-                self._note_acceptance(s, asked[i], drafts, i, outcome.path)
+            if decoding and asked[i] and self._drafting:
+                gained = self._drafting.note_outcome(s, asked[i], drafts, i, outcome.path)
+                self.stats.acceptance.add(gained)
             if outcome.new_tokens:
                 progress.append(self._advance(s, outcome))
         return progress
 
-    def _note_acceptance(self, s: Sequence, asked: int, drafts: Drafts, i: int, path: list[int]) -> None:
-        nodes, depth = len(drafts.tokens[i]), max(drafts.depths(i))
-        s.acceptance.record(depth, len(path), nodes)
-        self.stats.acceptance.record(depth, len(path), nodes)
-        if self._chooser:
-            self._chooser.observe_acceptance(s.position_acceptance, asked, len(path))
-            if drafts.confidence is not None:
-                self._chooser.observe_confidence(drafts.confidence[i], path)
-
     def _feeds_drafter(self, s: Sequence) -> bool:
         """Whether the drafter will want this sequence's features; with drafting switched off they are not kept."""
-        return self._columns is not None and s.draftable and self.num_draft_tokens > 0
+        return self._columns() is not None and s.draftable and self.num_draft_tokens > 0
 
     def _keep_features(self, s: Sequence, features_RF: torch.Tensor | None, row: int, kept: list[int]) -> None:
         feeds = self._feeds_drafter(s)
-        if self._columns is not None and not feeds:
+        if self._columns() is not None and not feeds:
             s.draftable = False  # pairs are missing from here on
         if features_RF is None:
             return
@@ -388,17 +311,9 @@ class Engine:
         )
 
 
-def _feature_columns(backend: RowsBackend, drafter: Drafter) -> slice | torch.Tensor:
-    """Which columns of the backend's features the drafter wants."""
-    have, want = backend.target_layer_ids, tuple(drafter.target_layer_ids)
-    if have == want:
-        return slice(None)
-    missing = sorted(set(want) - set(have))
-    if missing:
-        raise ValueError(
-            f"drafter {drafter.name} taps layers {missing}, which the engine does not tap ({list(have)}); "
-            "build the engine with this drafter's target_layer_ids"
-        )
-    width = backend.hidden_size
-    places = torch.tensor([have.index(layer) for layer in want], device=backend.device)
-    return (places[:, None] * width + torch.arange(width, device=backend.device)).flatten()
+def _move(s: Sequence, outcome: Outcome) -> Move | None:
+    """What makes the accepted path of a tree the sequence's next entries; None where it is that already."""
+    if not outcome.path or outcome.path[-1] == len(outcome.path) - 1:
+        return None
+    first = s.cached + 1  # behind the anchor's
+    return Move(s.slot, first, [first + j for j in outcome.path])

@@ -17,15 +17,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_SOURCES = (  # the first is compiled, the others are its headers
-    "native_forward.cpp",
-    "native_layer.h",
-    "native_recursive_head.h",
-    "native_linear.h",
-    "native_attention.h",
-    "native_kernels.h",
-    "native_threads.h",
-)
+_FOLDER = Path(__file__).parent
+_MAIN = "native_forward.cpp"  # is compiled; all headers beside it count as its own
+_SOURCES = (_MAIN, *sorted(path.name for path in _FOLDER.glob("native_*.h")))
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-shared", "-pthread")
 _X86 = ("x86_64", "amd64")
 _AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")

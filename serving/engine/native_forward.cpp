@@ -1,5 +1,6 @@
-// In: packed weights, KV slots, the rows of a pass (C structs filled by native_rows.py). Out: logits and features; the
-// recursive drafter and single linear layers beside it, for native_recursive_drafter.py and native_linear.py. The whole pass runs in one parallel region; residual stream, KV, softmax and logits are fp32. Plain C calls at the end.
+// In: packed weights, KV slots, the rows of a pass (C structs filled by native_rows.py). Out: logits and features; beside
+// it the recursive drafter and single linear layers, for native_recursive_drafter.py and native_linear.py. The whole
+// pass runs in one parallel region; residual stream, KV, softmax and logits are fp32. Plain C calls at the end.
 #include "native_layer.h"
 #include "native_recursive_head.h"
 
@@ -8,10 +9,36 @@ struct Pass {
     const int64_t *ids, *slots, *positions, *parents, *logit_rows;  // parents: null where all rows lie in chains
     int64_t rows, num_logit_rows;
     float *logits, *features;  // features: null if nobody wants them
+    int64_t* best;             // [num_logit_rows] the first of the highest logits
 };
 }
 
 namespace {
+
+// The highest logit of every row of a chunk among each thread's own tiles.
+struct BestLogits {
+    std::vector<float> scores;
+    std::vector<int64_t> indices;
+
+    explicit BestLogits(int threads) : scores(threads * CHUNK), indices(threads * CHUNK) {}
+
+    void clear(int thread) { std::fill_n(scores.begin() + thread * CHUNK, CHUNK, -INFINITY); }
+    void take(int thread, int64_t row, const float* sums, int64_t first, int64_t n) {
+        float& score = scores[thread * CHUNK + row];
+        bool higher = false;
+        for (int64_t i = 0; i < n; ++i) higher |= sums[i] > score;
+        if (!higher) return;
+        for (int64_t i = 0; i < n; ++i)
+            if (sums[i] > score) score = sums[i], indices[thread * CHUNK + row] = first + i;
+    }
+    // Over all threads; they have ascending tiles, and of equal logits the first counts.
+    int64_t index(int64_t row, int threads) const {
+        int64_t winner = row;
+        for (int64_t at = row + CHUNK; at < threads * CHUNK; at += CHUNK)
+            if (scores[at] > scores[winner]) winner = at;
+        return indices[winner];
+    }
+};
 
 // A pass on its way through the target, seen by one thread.
 template <class F>
@@ -21,9 +48,9 @@ class TargetWalk : LayerWalk<F> {
     using Base::acc_, Base::hidden_, Base::m, Base::s, Base::thread_, Base::threads_;
 
 public:
-    TargetWalk(const Model& model, const Pass& pass, const Sight& sight, Barrier& barrier, float* workspace, int thread,
-               int threads)
-        : Base(model, barrier, workspace, thread, threads), p(pass), sight_(sight) {}
+    TargetWalk(const Model& model, const Pass& pass, const Sight& sight, BestLogits& best, Barrier& barrier,
+               float* workspace, int thread, int threads)
+        : Base(model, barrier, workspace, thread, threads), p(pass), sight_(sight), best_(best) {}
 
     void run(int64_t first, int64_t rows) {
         const Groups groups(rows);
@@ -58,14 +85,21 @@ private:
         if (!groups.rows) return;
         const X* x = this->normalise(m.final_norm, groups, [&](int64_t r) { return begin[r] - first; });
         float* logits = p.logits + (begin - p.logit_rows) * m.vocab;
+        best_.clear(thread_);
         multiply<F>(m.head, x, groups, acc_, thread_, threads_, [&](int64_t tile, int64_t r, const float* sums) {
             const int64_t n = std::min<int64_t>(TILE, m.vocab - tile * TILE);
             memcpy(logits + r * m.vocab + tile * TILE, sums, n * sizeof(float));
+            best_.take(thread_, r, sums, tile * TILE, n);
         });
+        this->wait();
+        const Range own = share(groups.rows, thread_, threads_);
+        for (int64_t r = own.begin; r < own.end; ++r)
+            p.best[begin - p.logit_rows + r] = best_.index(r, threads_);
     }
 
     const Pass& p;
     const Sight& sight_;
+    BestLogits& best_;
 };
 
 template <class F>
@@ -73,8 +107,9 @@ void forward(const Model& model, const Pass& pass, float* workspace, int threads
     Barrier barrier;
     const Sight sight = pass.parents ? Sight::of_trees(pass.slots, pass.positions, pass.parents, pass.rows)
                                      : Sight::of_chains(pass.positions, pass.rows);
+    BestLogits best(threads);
     auto body = [&](int thread) {
-        TargetWalk<F> walk(model, pass, sight, barrier, workspace, thread, threads);
+        TargetWalk<F> walk(model, pass, sight, best, barrier, workspace, thread, threads);
         for (int64_t first = 0; first < pass.rows; first += CHUNK) walk.run(first, std::min(CHUNK, pass.rows - first));
     };
     run_on_threads(threads, body);

@@ -56,7 +56,7 @@ class PassStruct(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("ids", "slots", "positions", "parents", "logit_rows")),
         *((name, c_int64) for name in ("rows", "num_logit_rows")),
-        *((name, c_void_p) for name in ("logits", "features")),
+        *((name, c_void_p) for name in ("logits", "features", "best")),
     )
 
 

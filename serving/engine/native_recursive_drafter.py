@@ -15,6 +15,7 @@ import torch
 from drafters.draft_tree import MAX_TREE_NODES
 from drafters.drafter import DraftReply, DraftRequest, empty_reply
 from drafters.mtp import RecursiveHead
+from drafters.mtp_drafter import MAX_FRONTIER
 from drafters.pair_ledger import PairLedger
 from serving.engine import native_build
 from serving.engine.native_memory import Arena, aligned, kv_buffers
@@ -27,8 +28,6 @@ from serving.engine.native_pack import (
     declare,
     interleave,
 )
-
-MAX_FRONTIER = 16  # nodes of one depth that are expanded (native_draft_tree.h)
 
 
 class NativeRecursiveDrafter:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from serving.engine.native_pack import (
     declare,
     pack_layer,
 )
-from serving.engine.rows import Rows, RowsOutput, check_entries
+from serving.engine.rows import Move, Rows, RowsOutput, check_moves
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies never change
@@ -113,12 +114,13 @@ class NativeRows:
         wanted = torch.arange(len(ids)) if rows.logit_rows is None else _int64(rows.logit_rows)
         taps = len(self.target_layer_ids) * self.hidden_size
         self._logits, logits_NV = _reuse(self._logits, len(wanted), self.vocab_size)
+        best_N = torch.zeros(len(wanted), dtype=torch.int64)
         wants_features = bool(taps) and rows.with_features
         self._features, features_RF = _reuse(self._features, len(ids) if wants_features else 0, taps)
         task = PassStruct(
             *(t.data_ptr() for t in (ids, slots, positions)), None if parents is None else parents.data_ptr(),
             wanted.data_ptr(), len(ids), len(wanted),
-            logits_NV.data_ptr(), features_RF.data_ptr() if wants_features else None,
+            logits_NV.data_ptr(), features_RF.data_ptr() if wants_features else None, best_N.data_ptr(),
         )  # fmt: skip
         bad = ctypes.c_int64()
         error = self._library.draftloop_forward(
@@ -130,13 +132,16 @@ class NativeRows:
         )
         if error:
             raise ValueError(self._explain(error, bad.value, ids, slots, positions, wanted))
-        return RowsOutput(logits_NV=logits_NV, features_RF=features_RF if wants_features else None)
+        return RowsOutput(logits_NV=logits_NV, features_RF=features_RF if wants_features else None, best_N=best_N)
 
-    def move_entries(self, slot: int, start: int, entries: list[int]) -> None:
+    def move_entries(self, moves: Sequence[Move]) -> None:
         """See `RowsBackend`."""
-        check_entries(self, slot, start, entries)
-        moved = torch.tensor(entries, dtype=torch.int64)
-        self._library.draftloop_move_entries(ctypes.byref(self._struct), slot, start, moved.data_ptr(), len(entries))
+        check_moves(self, moves)
+        for slot, start, entries in moves:
+            moved = torch.tensor(entries, dtype=torch.int64)
+            self._library.draftloop_move_entries(
+                ctypes.byref(self._struct), slot, start, moved.data_ptr(), len(entries)
+            )
 
     def _explain(self, error: int, i: int, ids: Tensor, slots: Tensor, positions: Tensor, wanted: Tensor) -> str:
         if error == 1:

@@ -6,14 +6,14 @@ path with no drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafters.drafter import DraftReply, DraftRequest, SparseProbs
-from serving.engine.rows import Rows, Run, make_rows
+from serving.engine.rows import Rows, RowsOutput, Run, make_rows
 from serving.engine.scheduler import Plan
 from serving.engine.sequence import Sequence
 from serving.engine.verification import Verification
@@ -27,6 +27,7 @@ class Drafts:
     probs: SparseProbs | None = None  # the distributions that they were drawn from, if any
     parents: list[list[int]] | None = None  # of trees, see DraftReply; None: chains
     confidence: list[list[float]] | None = None  # the drafter's own, see DraftReply
+    offered: list[int] | None = None  # drafts before some were left out as not worth their rows; None: all are here
 
     @classmethod
     def none(cls, batch: int) -> Drafts:
@@ -58,7 +59,12 @@ class Drafts:
             source[torch.tensor(places)] = torch.arange(len(places))
             probs = SparseProbs(ids_BKC=self.probs.ids_BKC[source], probs_BKC=self.probs.probs_BKC[source])
         parents, confidence = (None if part is None else wide(part) for part in (self.parents, self.confidence))
-        return Drafts(wide(self.tokens), probs, parents, confidence)
+        offered = None
+        if self.offered is not None:
+            offered = [0] * batch
+            for place, count in zip(places, self.offered, strict=True):
+                offered[place] = count
+        return Drafts(wide(self.tokens), probs, parents, confidence, offered)
 
     def depths(self, b: int) -> list[int]:
         """How far below the anchor each row of sequence b stands: the anchor's own 0, then those of its drafts."""
@@ -118,6 +124,8 @@ def usable_drafts(reply: DraftReply, room: list[int], vocab_size: int) -> Drafts
     drafts = Drafts(tokens, reply.probs, parents, confidence).cut(counts)
     if any(not 0 <= token < vocab_size for row in drafts.tokens for token in row):
         raise ValueError(f"the drafter proposed a token outside the target's vocabulary of {vocab_size}")
+    if drafts.confidence is not None and any(not 0 <= c <= 1 for row in drafts.confidence for c in row):
+        raise ValueError("the drafter is confident by another number than a probability")
     if drafts.parents is not None:
         for row, above in zip(drafts.tokens, drafts.parents, strict=True):
             if any(not -1 <= parent < j for j, parent in enumerate(above)):
@@ -125,7 +133,7 @@ def usable_drafts(reply: DraftReply, room: list[int], vocab_size: int) -> Drafts
             if len(set(zip(above, row, strict=True))) < len(row):
                 raise ValueError("the drafter's tree has a node with two equal children")
         if all(above == list(range(-1, len(above) - 1)) for above in drafts.parents):
-            return Drafts(drafts.tokens, drafts.probs, None, drafts.confidence)
+            return replace(drafts, parents=None)
     return drafts
 
 
@@ -145,14 +153,14 @@ def assemble_rows(plan: Plan, drafts: Drafts, with_features: bool) -> Rows:
     return make_rows(runs, wanted, with_features)
 
 
-def decide(plan: Plan, drafts: Drafts, logits_NV: Tensor) -> list[Outcome]:
+def decide(plan: Plan, drafts: Drafts, output: RowsOutput) -> list[Outcome]:
     """Verify the drafts and choose the bonus tokens: one outcome per decoding, then per prefilling sequence."""
     finishing = [s for s, count in plan.prefilling if s.cached + count == s.prompt_len]
     sequences = plan.decoding + finishing
     if not sequences:
         return [Outcome([], []) for _ in plan.prefilling]
     all_drafts = drafts.spread(list(range(len(plan.decoding))), len(sequences))
-    verify = Verification(sequences, all_drafts, logits_NV)
+    verify = Verification(sequences, all_drafts, output)
     paths, bonus = verify.trees() if drafts.parents is not None else verify.chains()
     outcomes = [
         Outcome(path, [*(tokens[j] for j in path), b])

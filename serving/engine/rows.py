@@ -96,11 +96,20 @@ def _depths(run: Run) -> list[int]:
     return depths
 
 
-def check_entries(backend: RowsBackend, slot: int, start: int, entries: list[int]) -> None:
-    """Raise ValueError unless `entries` can be moved to `start`, `start` + 1, ... one after another."""
-    fits = 0 <= slot < backend.num_slots and start >= 0 and all(e < backend.max_len for e in entries)
-    if not fits or any(e < start + i for i, e in enumerate(entries)) or sorted(set(entries)) != entries:
-        raise ValueError(f"entries {entries} of slot {slot} do not fit at {start}; give ascending ones from there on")
+class Move(NamedTuple):
+    """Entries of a slot that become its entries `start`, `start` + 1, ...: an entry is a row's key and value."""
+
+    slot: int
+    start: int
+    entries: list[int]  # ascending, none before its new place
+
+
+def check_moves(backend: RowsBackend, moves: Sequence[Move]) -> None:
+    """Raise ValueError unless all entries can be moved one after another."""
+    for slot, start, entries in moves:
+        fits = 0 <= slot < backend.num_slots and start >= 0 and all(e < backend.max_len for e in entries)
+        if not fits or any(e < start + i for i, e in enumerate(entries)) or sorted(set(entries)) != entries:
+            raise ValueError(f"entries {entries} of slot {slot} do not fit at {start}; give later, ascending ones")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +118,7 @@ class RowsOutput:
 
     logits_NV: Tensor  # float32 or the backend's dtype, N = len(logit_rows) or R
     features_RF: Tensor | None  # [R, taps * width] in the order of `target_layer_ids`; None if none are wanted
+    best_N: Tensor | None = None  # int64, argmax of each row's logits, where the backend has it at hand
 
 
 class RowsBackend(Protocol):
@@ -129,11 +139,8 @@ class RowsBackend(Protocol):
         """Run the rows through the target, writing their keys and values into the slots."""
         ...
 
-    def move_entries(self, slot: int, start: int, entries: list[int]) -> None:
-        """Make these entries of a slot, ascending and none before its new place, its entries from `start` on.
-
-        So the path that was accepted in a tree becomes part of the sequence: an entry is a row's key and value.
-        """
+    def move_entries(self, moves: Sequence[Move]) -> None:
+        """Let the paths that were accepted in trees become parts of their sequences."""
         ...
 
     def kv_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -207,17 +208,16 @@ class Trees:
         device: torch.device,
     ) -> TreeSight:
         """Of a group's places. Padding sees the slot's first entry, so that its softmax is defined."""
-        prefixes = torch.zeros((num_slots, width), dtype=torch.int64)
-        ancestors = torch.zeros((num_slots, width, width), dtype=torch.bool)
+        prefixes = np.zeros((num_slots, width), dtype=np.int64)
+        ancestors = np.zeros((num_slots, width, width), dtype=bool)
         ancestors[:, :, 0] = True
         for slot, first, count, position in runs:
             mine = ancestors[slot - first_slot]
             prefixes[slot - first_slot, :count] = position
-            for i in range(count):
-                parent = self.parents[first + i] - first
-                mine[i] = mine[parent] if i else False
+            for i in range(1, count):
+                mine[i] = mine[self.parents[first + i] - first]
                 mine[i, i] = True
-        return TreeSight(prefixes.to(device), ancestors.to(device))
+        return TreeSight(torch.from_numpy(prefixes).to(device), torch.from_numpy(ancestors).to(device))
 
 
 def _padded_group(

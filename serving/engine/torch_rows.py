@@ -6,7 +6,7 @@ values into the slots and lets every row attend to its own slot. Source of the h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafters.packed_linear import PackLinear, pack_linears
-from serving.engine.rows import Rows, RowsOutput, check_entries, entries_of
+from serving.engine.rows import Move, Rows, RowsOutput, check_moves, entries_of
 from serving.engine.torch_attention import ATTENTION_NAME, SlotPass, group_rows
 from serving.engine.torch_graphs import Capture, GraphedForward
 
@@ -130,12 +130,18 @@ class TorchRows:
         taps = [self._tapped.pop(layer) for layer in self.target_layer_ids if with_features]
         return RowsOutput(logits_NV=output.logits[0], features_RF=torch.cat(taps, dim=-1) if taps else None)
 
-    def move_entries(self, slot: int, start: int, entries: list[int]) -> None:
-        """See `RowsBackend`."""
-        check_entries(self, slot, start, entries)
-        moved = torch.tensor(entries, device=self.device)
+    def move_entries(self, moves: Sequence[Move]) -> None:
+        """See `RowsBackend`. One gather and one scatter per buffer for all moves."""
+        check_moves(self, moves)
+        pairs = [
+            (slot * self.max_len + entry, slot * self.max_len + start + i)
+            for slot, start, entries in moves
+            for i, entry in enumerate(entries)
+        ]
+        old, new = torch.tensor(pairs, device=self.device).unbind(dim=1)
         for buffer in (*self._keys, *self._values):
-            buffer[slot, start : start + len(entries)] = buffer[slot].index_select(0, moved)
+            flat = buffer.flatten(0, 1)
+            flat.index_copy_(0, new, flat.index_select(0, old))
 
     def kv_bytes(self) -> int:
         """Bytes that the KV slots take."""

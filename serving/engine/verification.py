@@ -22,6 +22,7 @@ from drafters.verify import (
     verify_tree_sampled,
     verify_tree_tokens,
 )
+from serving.engine.rows import RowsOutput
 from serving.engine.sampling import target_probs
 from serving.engine.sequence import Sequence
 
@@ -32,10 +33,11 @@ Decision = tuple[list[list[int]], list[int]]  # accepted paths (places among the
 
 
 class Verification:
-    """One pass's logits against the drafts of its B sequences, whose rows lie one after another in `logits_NV`."""
+    """One pass's logits against the drafts of its B sequences, whose rows lie one after another in it."""
 
-    def __init__(self, sequences: list[Sequence], drafts: Drafts, logits_NV: Tensor):
-        self.sequences, self.drafts, self.logits_NV = sequences, drafts, logits_NV
+    def __init__(self, sequences: list[Sequence], drafts: Drafts, output: RowsOutput):
+        self.sequences, self.drafts, self.logits_NV = sequences, drafts, output.logits_NV
+        self._best_N = output.best_N
         self.counts = np.array([len(tokens) for tokens in drafts.tokens])
         self.width = int(self.counts.max()) + 1
         first = np.concatenate([[0], np.cumsum(self.counts[:-1] + 1)])
@@ -76,7 +78,9 @@ class Verification:
     def _target_tokens(self) -> Tensor:
         """[B, J] the target's own token after every row, on the host: its argmax, or a draw from a stream."""
         logits_NV, sequences = self.logits_NV, self.sequences
-        if logits_NV.device.type == "cpu" and logits_NV.dtype == torch.float32:
+        if self._best_N is not None:
+            tokens_N = self._best_N.clone()
+        elif logits_NV.device.type == "cpu" and logits_NV.dtype == torch.float32:
             # numpy's argmax is one thread without a team of workers, which would spin into the next forward pass
             tokens_N = torch.from_numpy(logits_NV.numpy().argmax(axis=-1))
         else:

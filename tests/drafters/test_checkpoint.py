@@ -166,6 +166,17 @@ def test_draft_tokens_outside_the_vocabulary_are_refused(saved: Path, toy_target
         load_module(saved, toy_target_dir)
 
 
+@pytest.mark.parametrize("change", ["twice", "out of order"])
+def test_a_draft_vocabulary_that_does_not_ascend_is_refused(change, saved: Path, toy_target_dir: Path):
+    """A tree could have equal siblings."""
+    weights = load_file(saved / "model.safetensors")
+    ids = weights["draft_vocab_ids"]
+    weights["draft_vocab_ids"] = torch.cat([ids[:1], ids[:-1]]) if change == "twice" else ids.flip(0)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, saved / "model.safetensors")
+    with pytest.raises(CheckpointError, match="draft_vocab_ids that do not ascend"):
+        load_module(saved, toy_target_dir)
+
+
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
 def test_truncated_weights_are_refused(keep, saved: Path, toy_target_dir: Path):
     weights = saved / "model.safetensors"

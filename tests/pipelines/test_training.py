@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -256,3 +257,16 @@ def test_bfloat16_products_teach_like_float32(model, sequences):
     assert curves["bfloat16"] != curves["float32"]
     assert curves["bfloat16"][-1] == pytest.approx(curves["float32"][-1], rel=0.03)
     assert curves["bfloat16"][-1] < 0.97 * curves["bfloat16"][0]
+
+
+def test_seconds_are_those_of_all_starts_and_of_steps_alone(model, sequences, held_out, monkeypatch):
+    from pipelines import training
+
+    clock = iter(range(10_000))
+    monkeypatch.setattr(training.time, "perf_counter", lambda: float(next(clock)))  # a second from look to look
+    first = Trainer(toy_mtp(model), sequences, held_out, CONFIG)
+    points = list(islice(first.run(), 3))
+    assert [point.seconds for point in points] == [1, 2, 3]
+    second = Trainer(toy_mtp(model), sequences, held_out, CONFIG)
+    second.load_state_dict(first.state_dict())
+    assert next(second.run()).seconds == 4

@@ -193,6 +193,25 @@ def test_a_killed_worker_and_a_failed_run_cost_nothing(
     assert [p["step"] for p in read_provenance(Path(report.output))["training_curve"]] == [4, 8, 12]
 
 
+def test_a_run_that_was_stopped_in_the_gate_goes_on_there(
+    trained, config: TrainConfig, work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = replace(config, output=str(work / "gate" / "drafter"))
+
+    def stopped(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_stage, "run_parity", stopped)
+        with pytest.raises(RuntimeError, match="stopped"):
+            train(here)
+    assert "parity" not in read_provenance(Path(here.output))
+    points: list[CurvePoint] = []
+    report = train(here, points.append)
+    assert points == [], "the same command trained again"
+    assert read_provenance(Path(here.output))["parity"]["served"] == report.served_tau == trained[0].served_tau
+
+
 def test_responses_too_short_to_measure_tau_on_still_train(config: TrainConfig, tmp_path: Path):
     rollouts = changed_set(config, tmp_path / "short", rows=6, response=3)  # as long as a draft, so no whole round
     steps = replace(config.steps, epochs=1, sequences_per_step=4)

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from drafters.checkpoint import as_drafter
+from drafters.drafter import DraftReply, SparseProbs
 from serving.engine import native_build
+from serving.engine.draft_length import DraftLengthChooser
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.native_recursive_drafter import NativeRecursiveDrafter
 from serving.engine.native_rows import NativeRows
 from serving.engine.sampling import Sampling
 from serving.engine.torch_rows import TorchRows
 from tests.toy_mtp import TAPS, toy_mtp
-from tests.toy_target import RightInATree, SampledTrees, toy_model, toy_prompts
+from tests.toy_target import AlwaysRight, RightInATree, SampledTrees, toy_model, toy_prompts
 
 NATIVE = pytest.mark.skipif(bool(native_build.unavailable_reason()), reason="no native library")
 BACKENDS = ["torch", pytest.param("native", marks=NATIVE)]
@@ -124,3 +126,68 @@ def test_a_tree_that_makes_no_sense_costs_only_its_drafts(parents, word, prompts
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
     assert "ValueError" in engine.stats.fallbacks
     assert word in caplog.text
+
+
+class Confident(AlwaysRight):
+    """Chains with a confidence of its own for every draft, and perhaps a distribution."""
+
+    def __init__(self, model, confidence: list[float], *, drawn: bool = False):
+        super().__init__(model)
+        self.stated, self.drawn = confidence, drawn
+
+    def draft(self, request):
+        reply = super().draft(request)
+        batch, number = reply.tokens_BK.shape
+        probs = None
+        if self.drawn:
+            probs = SparseProbs(ids_BKC=reply.tokens_BK[:, :, None], probs_BKC=torch.ones(batch, number, 1))
+        stated = torch.tensor(self.stated[:number]).expand(batch, -1)
+        return DraftReply(tokens_BK=reply.tokens_BK, confidence_BK=stated, probs=probs)
+
+
+def chosen_rows(drafter, monkeypatch, prompts) -> tuple[Engine, list[list[int]]]:
+    """Rows that each sequence brought to the rounds of an engine whose first row is free and every other one dear."""
+    monkeypatch.setattr(DraftLengthChooser, "choose", lambda self, sequences, plain_rows=0: [4] * len(sequences))
+    monkeypatch.setattr(DraftLengthChooser, "observe_step", lambda self, rows, seconds: None)
+    engine = engine_for("torch", drafter, nodes=0, depth=4, adapt_draft_length=True)
+    for rows in range(1, 20):  # each row adds a tenth of a plain step
+        engine._drafting._chooser._steps.record(rows, 0.01 * (1 + 0.1 * (rows - 1)))
+    taken: list[list[int]] = []
+    right = engine.backend.forward
+
+    def forward(rows):
+        taken.append([count for _, _, count, _ in rows.runs()])
+        return right(rows)
+
+    monkeypatch.setattr(engine.backend, "forward", forward)
+    engine.generate(prompts[:1], Sampling(max_new_tokens=12, ignore_eos=True))
+    return engine, taken[1:]
+
+
+def test_drafts_that_are_not_worth_their_rows_are_not_verified(monkeypatch, prompts):
+    """At first the drafter is believed: two drafts of 0.9 pay for a tenth of a step each, two of 0.01 do not."""
+    engine, rows = chosen_rows(Confident(toy_model(), [0.9, 0.9, 0.01, 0.01]), monkeypatch, prompts)
+    assert rows[0] == [3]
+    assert engine.stats.acceptance.accepted_by_position[:2] == engine.stats.acceptance.proposed_by_position[:2]
+
+
+def test_what_was_left_out_is_not_held_against_the_drafter(monkeypatch, prompts):
+    engine, rows = chosen_rows(Confident(toy_model(), [0.9, 0.9, 0.01, 0.01]), monkeypatch, prompts)
+    assert [3] in rows
+    assert all(rate > 0.6 for rate in engine._drafting._chooser.acceptance.rates([0.6] * 4)[:2])
+    assert engine._drafting._chooser.acceptance.rates([0.6] * 4)[2:] == pytest.approx([0.6, 0.6])
+
+
+def test_drafts_that_were_drawn_are_verified_whatever_they_turned_out_to_be(monkeypatch, prompts):
+    """To leave out a draft for what was drawn, and to draw again, would favour the tokens of high confidence."""
+    _, rows = chosen_rows(Confident(toy_model(), [0.9, 0.01, 0.01, 0.01], drawn=True), monkeypatch, prompts)
+    assert rows[0] == [5]
+
+
+@pytest.mark.parametrize("stated", [float("nan"), 1.5, -0.1])
+def test_a_confidence_that_is_no_probability_costs_only_the_drafts(stated, prompts):
+    plain = Engine(backend("torch")).generate(prompts, Sampling(max_new_tokens=12))
+    engine = engine_for("torch", Confident(toy_model(), [0.9, stated, 0.5]), nodes=0, adapt_draft_length=True)
+    drafted = engine.generate(prompts, Sampling(max_new_tokens=12))
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert "ValueError" in engine.stats.fallbacks

@@ -16,7 +16,15 @@ from serving.engine.engine import Engine, EngineConfig
 from serving.engine.native_rows import NativeRows
 from serving.engine.sampling import Sampling
 from serving.engine.torch_rows import TorchRows
-from tests.toy_target import AlwaysRight, AlwaysWrong, HalfRight, RandomProposer, toy_model, toy_prompts
+from tests.toy_target import (
+    AlwaysRight,
+    AlwaysWrong,
+    HalfRight,
+    RandomProposer,
+    RightInATree,
+    toy_model,
+    toy_prompts,
+)
 
 PROMPTS = toy_prompts(6, seed=3, low=1, high=30)
 SAMPLINGS = (
@@ -46,7 +54,7 @@ def solo(backend: str, prompt: int, sampling: int) -> list[int]:
 @lru_cache
 def drafter(name: str):
     """One of each kind for all examples: their memory of the toy target's argmax makes them fast."""
-    kinds = {d.name: d for d in (AlwaysRight, AlwaysWrong, HalfRight)}
+    kinds = {d.name: d for d in (AlwaysRight, AlwaysWrong, HalfRight, RightInATree)}
     return PromptLookupDrafter(min_ngram=1) if name == "prompt-lookup" else kinds[name](toy_model())
 
 
@@ -57,6 +65,7 @@ events = st.lists(
         joins,
         st.tuples(st.just("cancel"), st.integers(0, 9), st.just(0)),
         st.tuples(st.just("length"), st.integers(0, 6), st.just(0)),
+        st.tuples(st.just("nodes"), st.integers(0, 12), st.just(0)),
         st.tuples(st.just("rounds"), st.integers(1, 5), st.just(0)),
     ),
     min_size=1,
@@ -68,12 +77,12 @@ events = st.lists(
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     script=events,
-    name=st.sampled_from(["always-right", "always-wrong", "half-right", "prompt-lookup", "none"]),
+    name=st.sampled_from(["always-right", "always-wrong", "half-right", "right-in-a-tree", "prompt-lookup", "none"]),
     prefill=st.integers(1, 40),
     adapt=st.booleans(),
 )
 def test_every_sequence_equals_its_solo_run(backend, script, name, prefill, adapt):
-    config = EngineConfig(max_prefill_rows=prefill, adapt_draft_length=adapt)
+    config = EngineConfig(max_prefill_rows=prefill, adapt_draft_length=adapt, tree_nodes=8)
     engine = Engine(rows(backend), None if name == "none" else drafter(name), config=config)
     wanted: dict[str, tuple[int, int]] = {}
     cancelled: set[str] = set()
@@ -93,6 +102,8 @@ def test_every_sequence_equals_its_solo_run(backend, script, name, prefill, adap
             cancelled.add(request_id)
         elif kind == "length":
             engine.num_draft_tokens = first
+        elif kind == "nodes" and name == "right-in-a-tree":
+            engine.tree_nodes = max(1, first)
         elif kind == "rounds":
             rounds(first)
     rounds(400)

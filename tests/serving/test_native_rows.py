@@ -190,6 +190,17 @@ def test_a_rejected_draft_leaves_no_trace(dtype):
     assert torch.equal(step(rows, (3, 10, ids[10:])), want[10:])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_of_equal_logits_the_first_is_the_best(threads: int):
+    model = toy_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[150:] = model.lm_head.weight[:106].clone()
+    rows = native(model, num_threads=threads)
+    out = rows.forward(make_rows([(0, 0, tokens(140, 256))]))
+    assert torch.equal(out.best_N, out.logits_NV.argmax(dim=-1))
+    assert int(out.best_N.max()) < 150
+
+
 def test_only_wanted_logits_are_computed():
     rows = native(toy_model())
     ids = tokens(140, 256)  # more than one chunk
@@ -197,6 +208,7 @@ def test_only_wanted_logits_are_computed():
     for wanted in ([139], [0, 3, 95, 96, 130], []):
         out = rows.forward(make_rows([(0, 0, ids)], wanted))
         assert torch.equal(out.logits_NV, full[wanted])
+        assert torch.equal(out.best_N, full[wanted].argmax(dim=-1))
         assert out.features_RF is None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from serving.engine.engine import Engine, EngineConfig
-from serving.engine.rows import RowsOutput, make_rows
+from serving.engine.rows import RowsOutput, Run, make_rows
 from serving.engine.sampling import Sampling
 from serving.engine.torch_graphs import CAPTURE_AT, CudaCapture, GraphedForward, Layout, Pass
 from serving.engine.torch_rows import TorchRows
@@ -79,6 +79,26 @@ def test_replayed_passes_equal_eager_ones(family, slots, width, capture):
     if isinstance(capture, Recorded):
         assert capture.captures == 2  # up to 128 keys, and up to the end of the slot
         assert capture.replays >= 4
+
+
+@pytest.mark.parametrize("family", ["llama, own heads", SLIDING])
+def test_replayed_trees_equal_eager_ones(family):
+    """Trees of other shapes go through the graph of the first: what a row sees is an input, not a part of it."""
+    capture = Recorded()
+    shape = {"num_slots": 3, "max_len": 150, "target_layer_ids": (0, 2)}
+    graphed, eager = TorchRows(make(family), **shape, capture=capture), TorchRows(make(family), **shape)
+    trees = [[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 0, 4], [-1, 0, 0, 0, 0, 0], [-1, 0, 1, 2, 3, 0]]
+    for backend in (graphed, eager):
+        backend.forward(make_rows([(s, 0, list(range(1, 30 + s))) for s in range(2)]))
+    for number in range(8):
+        runs = [
+            Run(s, 29 + s, [(5 * number + s + i) % 250 for i in range(6)], trees[(number + s) % 4]) for s in range(2)
+        ]
+        mine, theirs = (b.forward(make_rows(runs)) for b in (graphed, eager))
+        torch.testing.assert_close(mine.logits_NV, theirs.logits_NV, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.features_RF, theirs.features_RF, rtol=1e-4, atol=1e-4)
+    assert capture.captures == 1
+    assert capture.replays >= 4
 
 
 @pytest.mark.parametrize(

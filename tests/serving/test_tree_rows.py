@@ -10,7 +10,7 @@ import torch
 
 from serving.engine import native_build
 from serving.engine.native_rows import NativeRows
-from serving.engine.rows import RowsBackend, Run, make_rows
+from serving.engine.rows import Move, Rows, RowsBackend, Run, make_rows
 from serving.engine.torch_rows import TorchRows
 from tests.toy_target import toy_model
 
@@ -77,7 +77,7 @@ def test_an_accepted_path_goes_on_like_a_chain(name: str):
     for backend in (rows, chain):
         backend.forward(make_rows([Run(2, 0, prompt)]))
     rows.forward(make_rows([Run(2, 30, ids, parents)]))
-    rows.move_entries(2, 30, [30 + j for j in path])
+    rows.move_entries([Move(2, 30, [30 + j for j in path])])
     chain.forward(make_rows([Run(2, 30, [ids[j] for j in path])]))
     after = tokens(20, seed=3)  # over the entries that rejected siblings left
     mine, want = (b.forward(make_rows([Run(2, 30 + len(path), after)])).logits_NV for b in (rows, chain))
@@ -89,7 +89,7 @@ def test_entries_that_cannot_be_moved_are_refused(name: str):
     rows = BACKENDS[name]()
     for slot, start, entries in [(4, 0, [1]), (0, 3, [2]), (0, 3, [5, 4]), (0, 3, [3, 3]), (0, 190, [200])]:
         with pytest.raises(ValueError, match=rf"entries \[.*\] of slot {slot} do not fit at {start}"):
-            rows.move_entries(slot, start, entries)
+            rows.move_entries([Move(0, 2, [2]), Move(slot, start, entries)])
 
 
 def test_native_trees_that_make_no_sense_are_refused():
@@ -98,7 +98,7 @@ def test_native_trees_that_make_no_sense_are_refused():
     rows = NativeRows(toy_model(), dtype=torch.float32, num_slots=2, max_len=20)
     for parents in ([-1, 0, 3, 1], [-1, -1, 0, 1], [0, 0, 1, 2]):
         with pytest.raises(ValueError, match="must lie together, each one position past the row it follows"):
-            rows.forward(make_rows([Run(0, 0, [1, 2, 3, 4])]).__class__(
+            rows.forward(Rows(
                 ids_R=torch.tensor([1, 2, 3, 4]), slots_R=torch.zeros(4, dtype=torch.int64),
                 positions_R=torch.tensor([5, 6, 7, 8]), parents_R=torch.tensor(parents),
             ))  # fmt: skip

@@ -107,8 +107,8 @@ def best_fixed(children: list[float], batch: int, step) -> float:
 @pytest.mark.parametrize("children", [[0.5, 0.2, 0.1], [0.9, 0.05], [0.15, 0.1]])
 def test_is_as_fast_as_the_best_tree_chain_or_none(children, batch, bias):
     """A drafter that is too sure of itself (bias below 1) or not sure enough is found out."""
-    simulation = Simulation([children] * batch, bias=bias).run(800)
-    assert simulation.tokens_per_s > 0.9 * best_fixed(children, batch, cpu_step)
+    simulation = Simulation([children] * batch, bias=bias).run(1000)
+    assert simulation.tokens_per_s > 0.88 * best_fixed(children, batch, cpu_step)
 
 
 def test_where_more_rows_are_free_more_nodes_are_verified():

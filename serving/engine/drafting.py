@@ -1,0 +1,159 @@
+"""The engine's side of a drafter: how many drafts a round asks for, which of them are verified, what came of them.
+
+In: the sequences of a round. Out: their drafts, or none where the drafter fails: a failure costs its drafts and nothing
+else. Timings and acceptance are noted here, for the next round's choice and for the statistics.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from drafters.acceptance import Acceptance
+from drafters.drafter import Drafter
+from serving.engine.draft_length import DraftLengthChooser
+from serving.engine.round import Drafts, draft_request, usable_drafts
+from serving.engine.rows import RowsBackend
+from serving.engine.scheduler import Plan
+from serving.engine.sequence import Sequence
+from serving.engine.timing import Timings
+
+log = logging.getLogger(__name__)
+
+# With the anchor a tree of 7 fills the eight rows that cost a CPU what one costs; where the nodes are chosen by cost,
+# more of them may be worth their rows (several sequences, other machines).
+TREE_DEPTH, TREE_NODES, MOST_TREE_NODES = 5, 7, 15
+
+
+@dataclass
+class EngineStats:
+    """Counters since the engine was built."""
+
+    passes: int = 0  # forward passes
+    rows: int = 0  # rows fed
+    emitted_tokens: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    fallbacks: dict[str, int] = field(default_factory=dict)  # rounds decoded plainly because of the drafter, by reason
+    timings: Timings = field(default_factory=Timings)
+    draft_lengths: Counter[int] = field(default_factory=Counter)  # drafts asked for, by sequence and round
+
+
+class Drafting:
+    """A drafter at work for one engine."""
+
+    def __init__(self, drafter: Drafter, backend: RowsBackend, *, most_drafts: int, trees: bool, adapt: bool):
+        self.drafter = drafter
+        self.columns = _feature_columns(backend, drafter) if drafter.target_layer_ids else None  # None: it taps nothing
+        self._backend = backend
+        drafter.allocate(backend.num_slots, backend.max_len)
+        self._chooser: DraftLengthChooser | None = None
+        if adapt:
+            self._chooser = DraftLengthChooser(
+                min(most_drafts, drafter.max_draft_tokens), equal_lengths=backend.wants_equal_runs, trees=trees
+            )
+
+    def draft(self, plan: Plan, num_draft_tokens: int, tree_nodes: int, stats: EngineStats) -> tuple[list[int], Drafts]:
+        """How many drafts were asked of each decoding sequence, and the drafts to verify."""
+        batch = len(plan.decoding)
+        places = [i for i, s in enumerate(plan.decoding) if s.draftable]
+        sequences = [plan.decoding[i] for i in places]
+        room = [self._backend.max_len - 1 - s.cached for s in sequences]
+        lengths = self._choose_lengths(sequences, num_draft_tokens, batch - len(places), stats) if places else []
+        lengths = [min(n, most) for n, most in zip(lengths, room, strict=True)]
+        number = max(lengths, default=0)
+        if number < 1:
+            return [0] * batch, Drafts.none(batch)
+        catching_up = max(s.cached - s.observed for s in sequences)
+        started = time.perf_counter()
+        try:
+            reply = self.drafter.draft(draft_request(sequences, number, self.columns, tree_nodes))
+            most = lengths if reply.parents_BK is None else [min(n, tree_nodes) for n in room]
+            drafts = usable_drafts(reply, most, self._backend.vocab_size)
+        except Exception as error:  # whatever the drafter does, the request goes on
+            self._fall_back(sequences, error, stats)
+            return [0] * batch, Drafts.none(batch)
+        for s in sequences:
+            s.observed, s.pending_features = s.cached, []
+        seconds = time.perf_counter() - started
+        if not plan.prefilling and catching_up <= num_draft_tokens + 1:
+            stats.timings.draft[len(sequences), number].append(seconds)
+            if self._chooser:
+                self._chooser.observe_draft(len(sequences), number, seconds)
+        drafts = self._cut(drafts, batch - len(places), seconds)
+        asked = [0] * batch
+        for place, length in zip(places, lengths, strict=True):
+            asked[place] = length
+        return asked, drafts.spread(places, batch)
+
+    def _choose_lengths(
+        self, sequences: list[Sequence], num_draft_tokens: int, plain_rows: int, stats: EngineStats
+    ) -> list[int]:
+        """Drafts to ask for in this round, by sequence."""
+        number = min(num_draft_tokens, self.drafter.max_draft_tokens)
+        lengths = [number] * len(sequences)
+        if self._chooser and number:
+            self._chooser.max_draft_tokens = number
+            lengths = self._chooser.choose([s.position_acceptance for s in sequences], plain_rows)
+        stats.draft_lengths.update(lengths)
+        return lengths
+
+    def _cut(self, drafts: Drafts, plain_rows: int, seconds: float) -> Drafts:
+        """The drafts that are worth their rows, by the drafter's confidence.
+
+        Drafts that were drawn at random stay as they are: to verify one or not by what it turned out to be, and to
+        draw again if not, would favour the tokens of high confidence.
+        """
+        if self._chooser is None or drafts.confidence is None or drafts.probs is not None:
+            return drafts
+        counts = self._chooser.worth_verifying(drafts.confidence, plain_rows, seconds)
+        return replace(drafts.cut(counts), offered=[len(tokens) for tokens in drafts.tokens])
+
+    def note_step(self, batch: int, drafts: Drafts, seconds: float, stats: EngineStats) -> None:
+        """Seconds of a pass of decoding sequences alone, from its rows to the entries that stay."""
+        drafted = sum(len(t) for t in drafts.tokens)
+        stats.timings.step[batch, drafted].append(seconds)
+        if self._chooser:
+            self._chooser.observe_step(batch + drafted, seconds)
+
+    def note_outcome(self, s: Sequence, asked: int, drafts: Drafts, i: int, path: list[int]) -> Acceptance:
+        """What became of the drafts of a plan's i-th sequence, of which `asked` were asked for."""
+        nodes, depth = len(drafts.tokens[i]), max(drafts.depths(i))
+        outcome = Acceptance()
+        outcome.record(depth, len(path), nodes)
+        s.acceptance.add(outcome)
+        if self._chooser is None:
+            return outcome
+        # what was offered and left out is no rejection; what was not offered is
+        cut = drafts.offered is not None and nodes < drafts.offered[i]
+        self._chooser.observe_acceptance(s.position_acceptance, depth if cut else asked, len(path))
+        if drafts.confidence is not None:
+            self._chooser.observe_confidence(drafts.confidence[i], path)
+        return outcome
+
+    def _fall_back(self, sequences: list[Sequence], error: Exception, stats: EngineStats) -> None:
+        reason = type(error).__name__
+        if reason not in stats.fallbacks:
+            log.warning("drafter %s failed, decoding goes on plainly: %s: %s", self.drafter.name, reason, error)
+        stats.fallbacks[reason] = stats.fallbacks.get(reason, 0) + 1
+        for s in sequences:  # what the drafter noted before it failed is unknown: it must not go on from there
+            s.draftable, s.pending_features = False, []
+
+
+def _feature_columns(backend: RowsBackend, drafter: Drafter) -> slice | torch.Tensor:
+    """Which columns of the backend's features the drafter wants."""
+    have, want = backend.target_layer_ids, tuple(drafter.target_layer_ids)
+    if have == want:
+        return slice(None)
+    missing = sorted(set(want) - set(have))
+    if missing:
+        raise ValueError(
+            f"drafter {drafter.name} taps layers {missing}, which the engine does not tap ({list(have)}); "
+            "build the engine with this drafter's target_layer_ids"
+        )
+    width = backend.hidden_size
+    places = torch.tensor([have.index(layer) for layer in want], device=backend.device)
+    return (places[:, None] * width + torch.arange(width, device=backend.device)).flatten()
