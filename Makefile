@@ -18,17 +18,22 @@ $(VENV)/.installed: pyproject.toml
 quickstart: $(VENV)/.installed
 	$(BIN)/draftloop quickstart
 
+# A worker per core; tests on a Ray cluster share one, and run alone.
+PARALLEL := -n auto --dist loadfile
+UNIT := not ray and not model and not statistical
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not ray'
+	$(BIN)/python -m pytest -q -m ray
 
 test-unit: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m 'not ray and not model and not statistical'
+	$(BIN)/python -m pytest -q $(PARALLEL) -m '$(UNIT)'
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m 'not ray and not model and not statistical'
+	$(BIN)/python -m pytest -q $(PARALLEL) -m '$(UNIT)'
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache draftloop-out

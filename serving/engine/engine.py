@@ -220,16 +220,12 @@ class Engine:
 
         Running requests go on plainly if the new one needs features that they no longer have.
         """
-        self.tree_nodes = min(self.config.tree_nodes, drafter.max_tree_nodes) if drafter else 0
-        self._drafting = None
+        nodes, drafting = 0, None
         if drafter:
-            self._drafting = Drafting(
-                drafter,
-                self.backend,
-                most_drafts=self.num_draft_tokens,
-                trees=self.tree_nodes > 0,
-                adapt=self.config.adapt_draft_length,
-            )
+            nodes = min(self.config.tree_nodes, drafter.max_tree_nodes)
+            adapt = self.config.adapt_draft_length
+            drafting = Drafting(drafter, self.backend, most_drafts=self.num_draft_tokens, trees=nodes > 0, adapt=adapt)
+        self._drafting, self.tree_nodes = drafting, nodes  # not before: a drafter that does not fit leaves the old one
         for sequence in self._scheduler.running.values():
             sequence.observed, sequence.pending_features = 0, []
             sequence.position_acceptance = PositionAcceptance()

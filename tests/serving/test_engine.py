@@ -225,3 +225,8 @@ def test_a_drafter_with_untapped_layers_is_refused_by_name():
     tapping.target_layer_ids = (1,)
     with pytest.raises(ValueError, match=r"taps layers \[1\]"):
         toy_engine(tapping)
+    engine = toy_engine(AlwaysRight(toy_model()))
+    with pytest.raises(ValueError, match=r"taps layers \[1\]"):
+        engine.set_drafter(tapping)
+    assert engine.drafter_name == "always-right"
+    assert engine.generate([[1, 2, 3]])[0].acceptance.tau > 1, "the drafter in service was lost"
