@@ -1,6 +1,6 @@
 """Every drafter on every prompt set: tau by real decoding, and speed at batch 1, chains and trees side by side.
 
-    python benchmarks/compare_drafters.py --drafter recursive=draftloop-out/drafter --prompts gsm8k_test --prompts my.jsonl
+    python benchmarks/compare_drafters.py --drafter recursive=draftloop-out/drafter --prompts gsm8k_test
 
 tau and acceptance are counted on all prompts, decoded greedily in batches of 8. Speed is measured on the first few of
 them at batch 1: plain decoding and all drafters take turns prompt by prompt, in an order drawn for each. Needs a
