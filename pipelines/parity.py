@@ -12,8 +12,6 @@ the engine's text parts from the rollout's (a target in another dtype), the cont
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING
 from drafters.acceptance import Acceptance
 from drafters.checkpoint import PROVENANCE, read_provenance
 from drafters.drafter_module import DrafterModule
+from pipelines.atomic_files import AtomicFolder
 from pipelines.training import TrainingSequence, accepted_drafts, walk_rounds
 
 if TYPE_CHECKING:  # workers make cases and never load the engine
@@ -106,11 +105,8 @@ def run_parity(
     else:
         result = compare(Acceptance(), Acceptance(), 0, num_draft_tokens)
     provenance = read_provenance(drafter_path) | {"parity": asdict(result)}
-    with tempfile.NamedTemporaryFile("w", dir=drafter_path, prefix=".provenance-", delete=False) as stream:
-        json.dump(provenance, stream, indent=2)
-        stream.write("\n")
-    Path(stream.name).chmod(0o644)
-    os.replace(stream.name, drafter_path / PROVENANCE)
+    text = json.dumps(provenance, indent=2) + "\n"
+    AtomicFolder(str(drafter_path), scratch=".").write(PROVENANCE, text.encode())
     return result
 
 

@@ -24,8 +24,8 @@ from serving.engine.timing import Timings
 
 log = logging.getLogger(__name__)
 
-# With the anchor a tree of 7 fills the eight rows that cost a CPU what one costs; where the nodes are chosen by cost,
-# more of them may be worth their rows (several sequences, other machines).
+# With the anchor a tree of 7 fills the eight rows that cost a CPU little more than one; where the nodes are chosen by
+# cost, more of them may be worth their rows (several sequences, other machines).
 TREE_DEPTH, TREE_NODES, MOST_TREE_NODES = 5, 7, 15
 
 

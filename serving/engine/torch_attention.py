@@ -88,7 +88,7 @@ class SlotPass:
 
     keys: list[Tensor]  # per layer [slots, max_len, kv_heads, head_dim]
     values: list[Tensor]
-    flat_R: Tensor  # slot * max_len + position
+    flat_R: Tensor  # slot * max_len + entry
     groups: list[RowGroup]
 
 

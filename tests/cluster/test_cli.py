@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -212,3 +213,14 @@ def test_evaluate_tells_machines_the_same_facts(tmp_path, toy_target_dir, prompt
         "versions",
     ):
         assert facts[key], key
+
+
+def test_options_of_drafting_have_the_stages_own_defaults():
+    """They stand in the command line as figures, so that `--help` need not load the engine."""
+    from cluster import cli
+    from pipelines.evaluate import EvaluateConfig
+    from serving.colocated import ServeConfig
+
+    for name in ("num_draft_tokens", "tree_nodes"):
+        assert inspect.signature(cli.evaluate).parameters[name].default == EvaluateConfig(drafter="x").__dict__[name]
+        assert inspect.signature(cli.serve).parameters[name].default == getattr(ServeConfig(target="smollm2"), name)
