@@ -38,7 +38,9 @@ def quickstart(console: Console, target: str, output: Path, prompts: int, epochs
         made = generate(config, stage.generate)
     console.print(show.generate_table(made))
 
-    training = TrainConfig(target=target, rollouts=str(rollouts), output=str(drafter), steps=StepConfig(epochs=epochs))
+    training = TrainConfig(
+        target=target, rollouts=(str(rollouts),), output=str(drafter), steps=StepConfig(epochs=epochs)
+    )
     with show.stage(
         console, "3 of 5  train: a recursive MTP drafter on the target's own answers", quiet=False
     ) as stage:
@@ -81,7 +83,7 @@ def _trained_already(config: TrainConfig) -> bool:
     rollouts = [entry["manifest_sha256"] for entry in provenance.get("rollouts", [])]
     same = provenance.get("config") == json.loads(json.dumps(asdict(config)))
     sound = provenance.get("parity", {"passed": False})["passed"] is not False
-    return same and sound and rollouts == [open_rollouts(config.rollouts).manifest_sha256]
+    return same and sound and rollouts == [open_rollouts(uri).manifest_sha256 for uri in config.rollouts]
 
 
 def _measured_already(config: EvaluateConfig) -> Evaluation | None:

@@ -11,7 +11,9 @@ from cluster.command import JsonOption, TargetOption, console, end, fail, one_li
 
 def train(
     target: TargetOption = "smollm2",
-    rollouts: Annotated[str, typer.Option(help="--output of generate.")] = "draftloop-out/rollouts",
+    rollouts: Annotated[
+        list[str], typer.Option(help="--output of generate; several: give the option several times.")
+    ] = ["draftloop-out/rollouts"],  # noqa: B006
     output: Annotated[str, typer.Option(help="Folder of the drafter.")] = "draftloop-out/drafter",
     kind: Annotated[
         Literal["recursive", "independent", "dflash"], typer.Option(help="MTP (recursive or independent) or DFlash.")
@@ -89,7 +91,7 @@ def train(
         from pipelines.training import StepConfig
 
         config = TrainConfig(
-            target=target, rollouts=rollouts, output=output, kind=kind, num_draft_tokens=num_draft_tokens,
+            target=target, rollouts=tuple(rollouts), output=output, kind=kind, num_draft_tokens=num_draft_tokens,
             draft_vocab_coverage=draft_vocab_coverage, draft_vocab_size=draft_vocab_size,
             num_workers=num_workers, use_gpu=gpu,
             independent=IndependentOptions(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
+from pipelines.cores import usable_cores
 from serving.engine.sampling import Sampling
 
 
@@ -65,7 +65,7 @@ class GenerateConfig:
     @property
     def cpus(self) -> float:
         """CPUs of one actor, as given or by default."""
-        return self.cpus_per_actor or max(1, (os.cpu_count() or 1) // self.num_actors[1])
+        return self.cpus_per_actor or max(1, usable_cores() // self.num_actors[1])
 
     @property
     def threads(self) -> int:

@@ -7,13 +7,14 @@ they do occur, and other programs treat them in their own way.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from drafters.target import Target
 from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainError
 
 
-def mask_token(target: Target, rollouts: RolloutSet, wanted: int | None) -> int:
+def mask_token(target: Target, sets: Sequence[RolloutSet], wanted: int | None) -> int:
     """The id to use: `wanted` if given, or by rule the first that there is of
 
     1. the tokenizer's own mask token,
@@ -23,9 +24,8 @@ def mask_token(target: Target, rollouts: RolloutSet, wanted: int | None) -> int:
     where an id that occurs in the rollouts is passed over. Raises TrainError if none is left, or if `wanted` occurs.
     """
     vocab_size = int(target.config.get_text_config().vocab_size)
-    occurring = {
-        int(t) for rollout in rollouts.rollouts(with_features=False) for t in rollout.prompt_ids + rollout.response_ids
-    }
+    rows = (rollout for rollouts in sets for rollout in rollouts.rollouts(with_features=False))
+    occurring = {int(t) for rollout in rows for t in rollout.prompt_ids + rollout.response_ids}
     if wanted is not None:
         if not 0 <= wanted < vocab_size:
             raise TrainError(f"mask_token_id is {wanted}; give an id below the vocabulary's {vocab_size}")

@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 
+from pipelines.cores import usable_cores
+
 
 def start_ray(num_cpus: int | None = None) -> None:
     """Connect to the cluster of RAY_ADDRESS (a job has it set), else start one on this machine; once per process.
@@ -24,7 +26,7 @@ def start_ray(num_cpus: int | None = None) -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if not os.environ.get("RAY_ADDRESS"):
-        options |= {"num_cpus": num_cpus or max(4, os.cpu_count() or 1), "include_dashboard": False}
+        options |= {"num_cpus": num_cpus or max(4, usable_cores()), "include_dashboard": False}
     with _silent_stderr():
         ray.init(**options)
     silence_ray_data()

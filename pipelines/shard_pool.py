@@ -6,7 +6,6 @@ Ray Data gives each actor of a pool one shard at a time. Shards that fail are tr
 from __future__ import annotations
 
 import json
-import os
 import queue
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import ray
 
+from pipelines.cores import usable_cores
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import ShardRecord
@@ -86,7 +86,7 @@ def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: 
     if not items:
         return []
     config = context.config
-    start_ray(num_cpus=max(4, os.cpu_count() or 1, int(config.num_actors[1] * config.cpus) + 1))
+    start_ray(num_cpus=max(4, usable_cores(), int(config.num_actors[1] * config.cpus) + 1))
     check_resources(config)
     board = ProgressBoard.remote()  # type: ignore[attr-defined]
     records: dict[str, ShardRecord] = {}

@@ -1,4 +1,4 @@
-"""`draftloop train`: a rollout set in, a drafter checkpoint with its provenance and training curve out, and a verdict.
+"""`draftloop train`: rollout sets in, a drafter checkpoint with its provenance and training curve out, and a verdict.
 
 Ray Train runs `training.Trainer` on one or more workers (`train_worker.py`). A worker that dies is replaced and goes on
 from the last saved step; the same command after a killed driver goes on too. On CPUs the weights are those of an
@@ -26,15 +26,16 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer
 
 from drafters.checkpoint import is_drafter
-from drafters.target import Target, load_target, target_fingerprint
+from drafters.target import Target, load_target
 from pipelines.evaluate import versions
 from pipelines.mask_token import mask_token
 from pipelines.parity import ParityCase, run_parity
 from pipelines.ray_session import lacking_resource, start_ray
-from pipelines.rollout_store import RolloutSet, open_rollouts
+from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainConfig, TrainError
-from pipelines.train_worker import DRAFTER, PARITY, REPORT, is_usable, train_worker
+from pipelines.train_worker import DRAFTER, PARITY, REPORT, train_worker
 from pipelines.training import CurvePoint
+from pipelines.training_data import check_sets
 
 DRAFTER_FILES = {"config.json", "model.safetensors", "provenance.json", "evaluation.json"}
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
@@ -76,9 +77,9 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     """
     started = time.monotonic()
     target = load_target(config.target)
-    rollouts = check_rollouts(config, target)
-    check_taps(config, target, rollouts)
-    mask = mask_token(target, rollouts, config.dflash.mask_token_id) if config.kind == "dflash" else None
+    sets = check_sets(config.rollouts, target)
+    check_taps(config, target, sets[0])
+    mask = mask_token(target, sets, config.dflash.mask_token_id) if config.kind == "dflash" else None
     output = Path(config.output).expanduser().resolve()
     check_output(output)
     start_ray()
@@ -88,13 +89,13 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     arguments = {
         "config": config,
         "target_path": str(target.path.absolute()),
-        "rollouts": rollouts.uri,
+        "rollouts": [rollouts.uri for rollouts in sets],
         "mask_token_id": mask,
         "board": board,
         "versions": versions(),
     }
     with _Relay(board, on_progress):
-        checkpoint = _fit(config, arguments, work, run_name(config, rollouts))
+        checkpoint = _fit(config, arguments, work, run_name(config, sets))
     with checkpoint.as_directory() as folder:
         _install(Path(folder) / DRAFTER, output)
         report = json.loads((Path(folder) / REPORT).read_text())
@@ -136,20 +137,6 @@ def _fit(config: TrainConfig, arguments: dict[str, Any], work: Path, name: str) 
     if result.checkpoint is None:
         raise TrainError("training ended without a checkpoint; run the same command again")
     return result.checkpoint
-
-
-def check_rollouts(config: TrainConfig, target: Target) -> RolloutSet:
-    """The rollout set, if this target made it, it is whole and has features. Raises RolloutError or TrainError."""
-    rollouts = open_rollouts(config.rollouts)
-    rollouts.check_target(target_fingerprint(target.path, rollouts.metadata.target_layer_ids))
-    if not rollouts.has_features:
-        raise TrainError(f"rollouts {config.rollouts} have no features; generate them again with features")
-    if rollouts.folder.local:  # from afar it would mean to fetch everything twice
-        rollouts.check()
-    usable = sum(is_usable(rollout) for rollout in rollouts.rollouts(with_features=False))
-    if usable < 2:
-        raise TrainError(f"{usable} usable rollouts are too few to train on (of {len(rollouts)}); generate more")
-    return rollouts
 
 
 def check_taps(config: TrainConfig, target: Target, rollouts: RolloutSet) -> None:
@@ -197,9 +184,9 @@ def _failure_config() -> FailureConfig:
     return FailureConfig(**options)
 
 
-def run_name(config: TrainConfig, rollouts: RolloutSet) -> str:
+def run_name(config: TrainConfig, sets: list[RolloutSet]) -> str:
     """Names a run by all that decides its weights, so that only the same run is continued."""
-    facts = asdict(config) | {"output": None, "rollouts": rollouts.manifest_sha256}
+    facts = asdict(config) | {"output": None, "rollouts": [rollouts.manifest_sha256 for rollouts in sets]}
     return "train-" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -48,7 +48,7 @@ class TrainConfig:
     """What is trained, from what, and how."""
 
     target: str = "smollm2"  # a shipped name, a Hugging Face id, a folder, a .gguf file
-    rollouts: str  # --output of generate
+    rollouts: tuple[str, ...]  # --output of generate, one or several times
     output: str  # folder of the drafter checkpoint
     kind: DrafterKind = "recursive"
     num_draft_tokens: int | None = None  # K, drafts that an MTP drafter is trained for; None: 5
@@ -84,6 +84,7 @@ class TrainConfig:
             self.draft_vocab_size, self.draft_vocab_coverage, self.num_draft_tokens, self.dflash,
         )  # fmt: skip
         return (
+            ("rollouts", self.rollouts, len(self.rollouts) > 0, "the --output of generate"),
             ("kind", self.kind, self.kind in get_args(DrafterKind), " or ".join(get_args(DrafterKind))),
             ("num_draft_tokens", number, number is None or number >= 1, "at least 1"),
             ("draft_vocab_size", size, size is None or size >= 0, "0 for all tokens, or more"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -17,13 +16,14 @@ from ray.train.torch import get_device
 from drafters.checkpoint import save_checkpoint
 from drafters.losses import FinalNorm
 from drafters.target import shared_weights
+from pipelines.cores import usable_cores
 from pipelines.draft_vocabulary import coverage_of
 from pipelines.fresh_drafter import fresh_drafter
 from pipelines.parity import parity_cases
-from pipelines.rollout_schema import Rollout
-from pipelines.rollout_store import RolloutSet, open_rollouts
+from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainConfig, TrainError
-from pipelines.training import CurvePoint, Trainer, TrainingSequence
+from pipelines.training import CurvePoint, Trainer
+from pipelines.training_data import open_sets, read_sequences, split
 
 STATE, DRAFTER, REPORT, PARITY = "trainer.pt", "drafter", "report.json", "parity.json"
 SHOW_EVERY = 5  # steps between points sent to the driver
@@ -34,10 +34,10 @@ def train_worker(arguments: dict[str, Any]) -> None:
     config: TrainConfig = arguments["config"]
     context = ray_train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    torch.set_num_threads(config.threads_per_worker or max(1, (os.cpu_count() or 1) // world))
-    rollouts = open_rollouts(arguments["rollouts"])  # absolute: a worker runs in a folder of its own
-    training, held_out = split(read_sequences(rollouts), config.held_out)
-    target_path, layers = Path(arguments["target_path"]), rollouts.metadata.target_layer_ids
+    torch.set_num_threads(config.threads_per_worker or max(1, usable_cores() // world))
+    sets = open_sets(arguments["rollouts"])  # absolute: a worker runs in a folder of its own
+    training, held_out = split(read_sequences(sets), config.held_out)
+    target_path, layers = Path(arguments["target_path"]), sets[0].metadata.target_layer_ids
     module = fresh_drafter(config, target_path, layers, training, arguments["mask_token_id"]).to(get_device())
     forward: torch.nn.Module = module
     if world > 1:  # the borrowed weights are large and equal everywhere: never broadcast buffers
@@ -60,37 +60,9 @@ def train_worker(arguments: dict[str, Any]) -> None:
                     state = trainer.state_dict() | {"curve": [asdict(point) for point in curve]}
                     torch.save(state, Path(folder) / STATE)
                     if last:
-                        _finish(Path(folder), trainer, rollouts, curve, arguments)
+                        _finish(Path(folder), trainer, sets, curve, arguments)
                     checkpoint = Checkpoint.from_directory(folder)
                 ray_train.report({"step": point.step, "loss": point.loss}, checkpoint=checkpoint)
-
-
-def read_sequences(rollouts: RolloutSet) -> list[TrainingSequence]:
-    """All rollouts with a response long enough to draft in."""
-    sequences = []
-    for rollout in rollouts.rollouts():
-        if rollout.features_TF is not None and is_usable(rollout):
-            ids = torch.tensor(rollout.prompt_ids + rollout.response_ids)
-            greedy = rollout.temperature == 0
-            prompt_len, features = len(rollout.prompt_ids), rollout.features_TF
-            sequences.append(TrainingSequence(ids, prompt_len, features, rollout.category, greedy))
-    return sequences
-
-
-def is_usable(rollout: Rollout) -> bool:
-    """Whether the response is long enough to draft in: the first token is the anchor's, and two must follow it."""
-    return len(rollout.response_ids) >= 3
-
-
-def split(sequences: list[TrainingSequence], held_out: float) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
-    """(training, held out): every n-th sequence is held out, so that both see all parts of the set."""
-    if not 0 < held_out < 1:
-        raise TrainError(f"held_out must be between 0 and 1, got {held_out}")
-    if len(sequences) < 2:
-        raise TrainError(f"{len(sequences)} usable rollouts are too few to train on; generate more")
-    every = max(2, min(round(1 / held_out), len(sequences)))
-    chosen = [s for i, s in enumerate(sequences) if i % every == every - 1]
-    return [s for i, s in enumerate(sequences) if i % every != every - 1], chosen
 
 
 def _final_norm(target_path: Path) -> FinalNorm:
@@ -112,11 +84,11 @@ def _restore(trainer: Trainer) -> list[CurvePoint]:
 
 
 def _finish(
-    folder: Path, trainer: Trainer, rollouts: RolloutSet, curve: list[CurvePoint], arguments: dict[str, Any]
+    folder: Path, trainer: Trainer, sets: list[RolloutSet], curve: list[CurvePoint], arguments: dict[str, Any]
 ) -> None:
     """Write the finished drafter and the run's report into the last checkpoint."""
     config: TrainConfig = arguments["config"]
-    module, last = trainer.module, curve[-1]
+    module, last, metadata = trainer.module, curve[-1], sets[0].metadata
     vocabulary = {
         "draft_vocab_size": len(module.draft_vocab_ids),
         "draft_vocab_coverage": coverage_of(module.draft_vocab_ids, trainer.held_out) or 0.0,
@@ -136,10 +108,10 @@ def _finish(
         **vocabulary,
     }
     provenance = {
-        "target": rollouts.metadata.target,
-        "target_fingerprint": rollouts.metadata.target_fingerprint,
-        "chat_template_hash": rollouts.metadata.chat_template_hash,
-        "rollouts": [{"uri": rollouts.uri, "manifest_sha256": rollouts.manifest_sha256}],
+        "target": metadata.target,
+        "target_fingerprint": metadata.target_fingerprint,
+        "chat_template_hash": metadata.chat_template_hash,
+        "rollouts": [{"uri": rollouts.uri, "manifest_sha256": rollouts.manifest_sha256} for rollouts in sets],
         "command": "draftloop train",
         "config": asdict(config),
         "mask_token_id": arguments["mask_token_id"],

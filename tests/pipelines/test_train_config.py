@@ -21,7 +21,7 @@ from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfi
 from pipelines.training import StepConfig, TrainingSequence
 from tests.toy_folder import PAD_ID, TURN_END_ID, save_toy_target
 
-CONFIG = TrainConfig(rollouts="r", output="o")
+CONFIG = TrainConfig(rollouts=("r",), output="o")
 
 
 def with_loss(**changes: Any) -> dict[str, Any]:
@@ -172,22 +172,22 @@ def with_tokens(folder: Path, **changes: Any) -> Path:
 
 
 def test_rows_past_the_tokenizer_come_before_special_tokens(toy_target_dir):
-    assert mask_token(load_target(str(toy_target_dir)), Rollouts([2, 3]), None) == 259  # 259 tokens, 260 rows
+    assert mask_token(load_target(str(toy_target_dir)), [Rollouts([2, 3])], None) == 259  # 259 tokens, 260 rows
 
 
 def test_an_unused_special_token_that_neither_ends_nor_pads_nor_is_in_the_template(tmp_path):
     folder = with_tokens(tmp_path / "t", vocab_size=262, extra=["<file>", "<repo>", "<issue>"])
     target = load_target(str(folder))
     assert len(target.tokenizer) == 262
-    assert mask_token(target, Rollouts([2, 3]), None) == 261
-    assert mask_token(target, Rollouts([2, 261]), None) == 260
+    assert mask_token(target, [Rollouts([2, 3])], None) == 261
+    assert mask_token(target, [Rollouts([2, 261])], None) == 260
     with pytest.raises(TrainError, match="no token that is never used"):
-        mask_token(target, Rollouts([259, 260, 261]), None)  # what is left starts a turn, ends it, or pads
+        mask_token(target, [Rollouts([259, 260, 261])], None)  # what is left starts a turn, ends it, or pads
 
 
 def test_the_tokenizers_own_mask_token_comes_first(tmp_path):
     folder = with_tokens(tmp_path / "t", vocab_size=265, extra=["<mask>", "<repo>"], mask="<mask>")
-    assert mask_token(load_target(str(folder)), Rollouts([2]), None) == 259
+    assert mask_token(load_target(str(folder)), [Rollouts([2])], None) == 259
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_the_tokenizers_own_mask_token_comes_first(tmp_path):
 def test_a_mask_token_that_is_given_must_be_unused(wanted, message, toy_target_dir):
     target = load_target(str(toy_target_dir))
     with pytest.raises(TrainError, match=f"mask_token_id is {wanted}.*{message}"):
-        mask_token(target, Rollouts([2, 3]), wanted)
-    assert mask_token(target, Rollouts([2, 3]), 77) == 77
+        mask_token(target, [Rollouts([2, 3])], wanted)
+    assert mask_token(target, [Rollouts([2, 3])], 77) == 77
 
 
 def test_options_are_plain_json():

@@ -64,7 +64,7 @@ def config(work: Path, toy_target_dir: Path, ray_cluster: None) -> TrainConfig:
     """A run of some steps; `output` is set by each test."""
     return TrainConfig(
         target=str(toy_target_dir),
-        rollouts=make_rollouts(work, toy_target_dir),
+        rollouts=(make_rollouts(work, toy_target_dir),),
         output="",
         num_draft_tokens=3,
         draft_vocab_size=150,
@@ -79,7 +79,7 @@ def config(work: Path, toy_target_dir: Path, ray_cluster: None) -> TrainConfig:
 def trained(config: TrainConfig, work: Path) -> tuple[TrainReport, list[CurvePoint]]:
     """An undisturbed run, by relative paths."""
     points: list[CurvePoint] = []
-    here = replace(config, target=os.path.relpath(config.target, work), rollouts="rollouts", output="drafter")
+    here = replace(config, target=os.path.relpath(config.target, work), rollouts=("rollouts",), output="drafter")
     with contextlib.chdir(work):
         return train(here, points.append), points
 
@@ -115,8 +115,8 @@ def test_a_trained_drafter_decodes_losslessly(trained, config: TrainConfig, work
     assert report.parameters == sum(p.numel() for p in module.parameters())
     assert len(module.draft_vocab_ids) == report.draft_vocab_size == 150
     provenance = read_provenance(folder)
-    assert provenance["target_fingerprint"] == open_rollouts(config.rollouts).metadata.target_fingerprint
-    assert provenance["rollouts"][0]["manifest_sha256"] == open_rollouts(config.rollouts).manifest_sha256
+    assert provenance["target_fingerprint"] == open_rollouts(config.rollouts[0]).metadata.target_fingerprint
+    assert provenance["rollouts"][0]["manifest_sha256"] == open_rollouts(config.rollouts[0]).manifest_sha256
     assert provenance["seed"] == 0
     assert (provenance["draft_vocab_size"], provenance["draft_vocab_coverage"]) == (150, report.draft_vocab_coverage)
     assert 0.5 < report.draft_vocab_coverage <= provenance["draft_vocab_training_coverage"] <= 1
@@ -215,7 +215,7 @@ def test_a_run_that_was_stopped_in_the_gate_goes_on_there(
 def test_responses_too_short_to_measure_tau_on_still_train(config: TrainConfig, tmp_path: Path):
     rollouts = changed_set(config, tmp_path / "short", rows=6, response=3)  # as long as a draft, so no whole round
     steps = replace(config.steps, epochs=1, sequences_per_step=4)
-    report = train(replace(config, rollouts=rollouts, output=str(tmp_path / "drafter"), steps=steps))
+    report = train(replace(config, rollouts=(rollouts,), output=str(tmp_path / "drafter"), steps=steps))
     assert report.expected_tau is None
     assert report.acceptance_by_position == []
     assert read_provenance(tmp_path / "drafter")["expected_tau"] is None
@@ -234,7 +234,7 @@ def test_a_drafter_that_is_served_otherwise_fails_the_gate_and_is_kept(
     monkeypatch.setattr("serving.engine.build.load_module", spoiled)
     known = changed_set(config, tmp_path / "known", rows=6, response=24, repeats=4)  # held out, and trained on as well
     steps = replace(config.steps, epochs=20)
-    report = train(replace(config, rollouts=known, output=str(tmp_path / "drafter"), steps=steps))
+    report = train(replace(config, rollouts=(known,), output=str(tmp_path / "drafter"), steps=steps))
     assert report.expected_tau > 1.5
     assert report.parity_passed is False
     assert "more than 5% apart" in report.parity_verdict
@@ -243,7 +243,7 @@ def test_a_drafter_that_is_served_otherwise_fails_the_gate_and_is_kept(
 
 
 def test_dflash_is_trained_and_served_alike(config: TrainConfig, tmp_path: Path, toy_target_dir: Path):
-    occurring = {i for r in open_rollouts(config.rollouts) for i in r.prompt_ids + r.response_ids}
+    occurring = {i for r in open_rollouts(config.rollouts[0]) for i in r.prompt_ids + r.response_ids}
     unused = min(set(range(256)) - occurring)  # a random target writes its special tokens, too
     options = DFlashOptions(block_size=4, selector_top_k=8, confidence_head=True, mask_token_id=unused)
     loss = LossConfig(kind="kl", weights="exponential")
@@ -270,7 +270,7 @@ def changed_set(
     config: TrainConfig, folder: Path, rows: int, response: int, features: bool = True, repeats: int = 1
 ) -> str:
     """The first rows of the rollouts, with shorter responses, without features, or several times over."""
-    source = open_rollouts(config.rollouts)
+    source = open_rollouts(config.rollouts[0])
     metadata = source.metadata
     if not features:
         fingerprint = target_fingerprint(Path(config.target), ())
@@ -292,21 +292,21 @@ def changed_set(
 
 def test_what_is_no_usable_rollout_set_is_refused(config: TrainConfig, work: Path, tmp_path: Path):
     here = replace(config, output=str(tmp_path / "drafter"))
-    refused(replace(here, rollouts=str(work)), RolloutError, "not a rollout set")
-    refused(replace(here, rollouts=str(work / "nowhere")), RolloutError, "not a rollout set")
+    refused(replace(here, rollouts=(str(work),)), RolloutError, "not a rollout set")
+    refused(replace(here, rollouts=(str(work / "nowhere"),)), RolloutError, "not a rollout set")
     other = save_toy_target(tmp_path / "other", seed=1)
     refused(replace(here, target=str(other)), RolloutError, "made by another target")
     bare = changed_set(config, tmp_path / "bare", rows=4, response=9, features=False)
-    refused(replace(here, rollouts=bare), TrainError, "have no features")
+    refused(replace(here, rollouts=(bare,)), TrainError, "have no features")
     few = changed_set(config, tmp_path / "few", rows=1, response=9)
-    refused(replace(here, rollouts=few), TrainError, "1 usable rollouts are too few")
+    refused(replace(here, rollouts=(few,)), TrainError, "1 usable rollouts are too few")
     short = changed_set(config, tmp_path / "short", rows=5, response=2)
-    refused(replace(here, rollouts=short), TrainError, r"0 usable rollouts are too few to train on \(of 5\)")
+    refused(replace(here, rollouts=(short,)), TrainError, r"0 usable rollouts are too few to train on \(of 5\)")
     shard = Path(changed_set(config, tmp_path / "damaged", rows=4, response=9)) / shard_name(0, 1)
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     shard.write_bytes(damaged)
-    refused(replace(here, rollouts=str(shard.parent)), RolloutError, r"part-00000-of-00001\.parquet are damaged")
+    refused(replace(here, rollouts=(str(shard.parent),)), RolloutError, r"part-00000-of-00001\.parquet are damaged")
     assert not (tmp_path / "drafter").exists()
 
 
