@@ -58,6 +58,7 @@ def true_speed(batch: int, acceptance: float, number: int, draft_s: float = 0.5e
     return tokens / (cpu_step(batch * (number + 1)) + number * draft_s)
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.8, 0.95])
 def test_is_as_fast_as_the_fastest_number(batch, acceptance):

@@ -102,6 +102,7 @@ def best_fixed(children: list[float], batch: int, step) -> float:
     return max(speeds)
 
 
+@pytest.mark.statistical
 @pytest.mark.parametrize("bias", [0.5, 1.3])
 @pytest.mark.parametrize("batch", [1, 4, 8])
 @pytest.mark.parametrize("children", [[0.5, 0.2, 0.1], [0.9, 0.05], [0.15, 0.1]])
