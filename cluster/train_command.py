@@ -37,13 +37,14 @@ def train(
     block_size: Annotated[int, typer.Option(help="dflash: slots of a block; one less is drafted.")] = 8,
     num_hidden_layers: Annotated[int, typer.Option(help="dflash: layers of the drafter.")] = 1,
     selector_top_k: Annotated[int, typer.Option(help="dflash: candidates per slot for a path selector; 0: none.")] = 16,
-    conv_kernel_size: Annotated[int, typer.Option(help="dflash: taps of convolutions along the block; 0: none.")] = 0,
+    conv_kernel_size: Annotated[int, typer.Option(help="dflash: taps of convolutions along the block; 0: none.")] = 2,
     confidence_head: Annotated[
         bool, typer.Option("--confidence-head", help="dflash: also estimate each slot's acceptance.")
     ] = False,
     slot_context: Annotated[
-        bool, typer.Option("--slot-context", help="dflash: every slot reads the newest context and the anchor.")
-    ] = False,
+        bool,
+        typer.Option(help="dflash: every slot reads the newest context and the anchor; other servers know no such."),
+    ] = True,
     sliding_window: Annotated[int, typer.Option(min=0, help="dflash: positions that its layers see; 0: all.")] = 0,
     init_from_target_layers: Annotated[
         bool, typer.Option("--init-from-target-layers", help="dflash: start as the target's last layers.")

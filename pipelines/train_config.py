@@ -35,9 +35,9 @@ class DFlashOptions:
     block_size: int = 8  # the anchor included; block_size - 1 drafts
     num_hidden_layers: int = 1  # of the drafter
     selector_top_k: int = 16  # candidates per slot for the path selector; 0: no selector
-    conv_kernel_size: int = 0  # taps of the convolutions along the block; 0: none
+    conv_kernel_size: int = 2  # taps of the convolutions along the block; 0: none
     confidence_head: bool = False  # estimates each slot's acceptance
-    slot_context: bool = False  # every slot reads the newest context feature and the anchor's embedding
+    slot_context: bool = True  # every slot reads the newest context feature and the anchor's embedding
     sliding_window: int = 0  # all layers see positions less than this apart; 0: everything
     init_from_target_layers: bool = False  # start as the target's last layers instead of at random
     mask_token_id: int | None = None  # fills the block's slots; None: a token that never occurs (`mask_token.py`)

@@ -44,8 +44,8 @@ def with_loss(**changes: Any) -> dict[str, Any]:
             "shared_trunk is True; give it to kind independent only, not to dflash",
         ),
         (
-            {"dflash": DFlashOptions(slot_context=True)},
-            "slot_context is True; give it to kind dflash only, not to recursive",
+            {"dflash": DFlashOptions(slot_context=False)},
+            "slot_context is False; give it to kind dflash only, not to recursive",
         ),
         (
             {"dflash": DFlashOptions(block_size=16), "kind": "independent"},
