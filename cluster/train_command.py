@@ -59,7 +59,7 @@ def train(
         Literal["geometric", "exponential", "dpace"] | None,
         typer.Option(
             help="Of draft position k: rho^(k-1), exp(-(k-1)/gamma), or by what is likely to be accepted (D-PACE).",
-            show_default="exponential for dflash, else geometric",
+            show_default="dpace for dflash, else geometric",
         ),
     ] = None,
     rho: Annotated[float, typer.Option(help="geometric weights: rho^(k-1).")] = 0.8,

@@ -29,7 +29,8 @@ class LossConfig:
     """What is minimised."""
 
     kind: LossKind = "cross_entropy"  # on the target's tokens, or kl to its distribution over the draft vocabulary
-    # of position k: rho^(k-1), exp(-(k-1)/gamma), or those of D-PACE; None: exponential for blocks, geometric for heads
+    # of position k: rho^(k-1), exp(-(k-1)/gamma), or those of D-PACE; None: exponential with
+    # a gamma, else D-PACE for blocks and geometric for heads
     weights: LossWeights | None = None
     rho: float = 0.8  # geometric weights
     gamma: float | None = None  # exponential weights; None: by the block size (`gamma_for`)
@@ -37,7 +38,11 @@ class LossConfig:
 
     def resolved(self, *, blocks: bool) -> LossConfig:
         """With the weights that a drafter of blocks, or of heads, is trained with."""
-        return self if self.weights else replace(self, weights="exponential" if blocks else "geometric")
+        if self.weights:
+            return self
+        if self.gamma is not None:
+            return replace(self, weights="exponential")
+        return replace(self, weights="dpace" if blocks else "geometric")
 
 
 @dataclass(frozen=True, kw_only=True)

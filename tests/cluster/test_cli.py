@@ -166,12 +166,13 @@ def test_train_takes_the_loss_weights_of_the_kind_unless_told(monkeypatch: pytes
     monkeypatch.setattr(
         "pipelines.train.train", lambda config, on_progress: seen.append(config) or trained_report(kind=config.kind)
     )
-    for arguments in ([], ["--kind", "dflash"], ["--kind", "dflash", "--loss-weights", "dpace", "--loss", "kl"]):
+    blocks = ["--kind", "dflash"]
+    for arguments in ([], blocks, [*blocks, "--loss-weights", "geometric", "--loss", "kl"], [*blocks, "--gamma", "3"]):
         assert run("train", *arguments).exit_code == 0
     resolved = [c.steps.loss.resolved(blocks=c.kind == "dflash").weights for c in seen]
-    assert resolved == ["geometric", "exponential", "dpace"]
-    assert [c.steps.loss.kind for c in seen] == ["cross_entropy", "cross_entropy", "kl"]
-    assert [c.drafts() for c in seen] == [5, 7, 7]
+    assert resolved == ["geometric", "dpace", "geometric", "exponential"]
+    assert [c.steps.loss.kind for c in seen] == ["cross_entropy", "cross_entropy", "kl", "cross_entropy"]
+    assert [c.drafts() for c in seen] == [5, 7, 7, 7]
 
 
 def test_evaluate_without_a_drafter(tmp_path, toy_target_dir, prompts):

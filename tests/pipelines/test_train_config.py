@@ -61,7 +61,7 @@ def with_loss(**changes: Any) -> dict[str, Any]:
         (with_loss(rho=1.5), "rho is 1.5; give more than 0 and at most 1"),
         (with_loss(weights="exponential", gamma=0.0), "gamma is 0.0; give more than 0"),
         (with_loss(weights="dpace", rho=0.5), "rho is 0.5; give it to geometric loss weights only"),
-        (with_loss(gamma=4.0), "gamma is 4.0; give it to exponential loss weights only"),
+        (with_loss(weights="geometric", gamma=4.0), "gamma is 4.0; give it to exponential loss weights only"),
         (with_loss(smoothing=0.1), "smoothing is 0.1; give it to dpace loss weights only"),
     ],
 )
