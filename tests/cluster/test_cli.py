@@ -116,7 +116,7 @@ def test_train_takes_the_size_of_the_draft_vocabulary_or_its_coverage(tmp_path, 
         ),
         (["--kind", "dflash", "--num-draft-tokens", "4"], "num_draft_tokens is 4; give block_size instead"),
         (["--kind", "dflash", "--rho", "0.5"], "rho is 0.5; give it to geometric loss weights only"),
-        (["--gamma", "4"], "gamma is 4.0; give it to exponential loss weights only"),
+        (["--loss-weights", "geometric", "--gamma", "4"], "gamma is 4.0; give it to exponential loss weights only"),
         (["--rho", "2"], "rho is 2.0; give more than 0 and at most 1"),
     ],
 )
