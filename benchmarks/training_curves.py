@@ -42,19 +42,23 @@ def curve_of(folder: Path, category: str) -> list[dict[str, Any]]:
     return points
 
 
-def plot(curves: dict[str, list[dict[str, Any]]], category: str) -> str:
-    """Two panels against minutes, as SVG text: all held-out rollouts, and those of the category."""
+AXES = {"minutes": ("minutes of training", 1.0), "tokens": ("response tokens seen, K", 1e-3)}  # label, scale
+
+
+def plot(curves: dict[str, list[dict[str, Any]]], category: str, against: str) -> str:
+    """Two panels as SVG text: all held-out rollouts, and those of the category."""
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "draftloop"  # the same curves give the same file
     from matplotlib import pyplot
 
+    axis, scale = AXES[against]
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for panel, key, title in ((panels[0], "tau", "all held-out rollouts"), (panels[1], f"tau_{category}", category)):
         for label, points in curves.items():
-            known = [(p["minutes"], p[key]) for p in points if p[key] is not None]
+            known = [(p[against] * scale, p[key]) for p in points if p[key] is not None]
             if known:
                 panel.plot(*zip(*known, strict=True), marker="o", markersize=3, linewidth=1.3, label=label)
-        panel.set_xlabel("minutes of training")
+        panel.set_xlabel(axis)
         panel.set_title(title)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("expected tau (chain)")
@@ -85,14 +89,18 @@ def main() -> None:
     parser.add_argument("drafters", nargs="+", help="LABEL=FOLDER")
     parser.add_argument("--category", default="math", help="of the rollouts' prompts")
     parser.add_argument("--name", default="training-curves", help="of the files in benchmarks/results")
+    parser.add_argument("--against", default="minutes", choices=list(AXES), help="what the plots have below")
+    parser.add_argument("--note", default="", help="a line of text for the table: how they were trained")
     args = parser.parse_args()
     folders = dict(pair.split("=", 1) for pair in args.drafters)
     curves = {label: curve_of(Path(folder), args.category) for label, folder in folders.items()}
     date = datetime.date.today().isoformat()
     file = RESULTS / f"{args.name}-{date}"
-    write_text(file.with_suffix(".svg"), plot(curves, args.category))
+    write_text(file.with_suffix(".svg"), plot(curves, args.category, args.against))
     write_json(file.with_suffix(".json"), curves)
-    text = f"# Training curves, {date}\n\n![tau against minutes]({file.name}.svg)\n\n{table(curves, args.category)}\n"
+    note = f"{args.note}\n\n" if args.note else ""
+    picture = f"![tau against {args.against}]({file.name}.svg)"
+    text = f"# Training curves, {date}\n\n{note}{picture}\n\n{table(curves, args.category)}\n"
     write_text(file.with_suffix(".md"), text)
     print(text)
 
