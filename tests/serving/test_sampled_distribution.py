@@ -42,6 +42,8 @@ from tests.toy_target import (
     toy_model,
 )
 
+pytestmark = pytest.mark.statistical
+
 VOCAB = 16
 REQUESTS = 3000  # of a case here: two samples each
 NUM_SLOTS = 2500  # wide batches: the cost is Python's, by pass and by sequence
