@@ -174,7 +174,7 @@ def counting_drafter(model, kind: str) -> DrafterModule:
     ids = [[(first + i) % COUNTED for i in range(30)] for first in range(0, COUNTED, 3)]
     sequences = [sequence_of(model, i, prompt_len=4) for i in ids]
     module = toy_mtp(model, kind, vocab_ids=range(COUNTED), vocab_size=COUNTED)
-    config = StepConfig(epochs=50, sequences_per_step=8, learning_rate=1e-2, anchors_per_sequence=24, evaluations=1)
+    config = StepConfig(epochs=36, sequences_per_step=8, learning_rate=1e-2, anchors_per_sequence=24, evaluations=1)
     for _ in Trainer(module, sequences, [], config).run():
         pass
     return module.eval()
