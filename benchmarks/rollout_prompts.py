@@ -16,6 +16,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from references import write_text
+
 SEED = 0
 CUT_SHARE = 0.25  # of the programs also give a prompt without a docstring, cut after a third of their lines
 
@@ -85,7 +87,7 @@ def main() -> None:
     for name, kept in (("chat", chat), ("code", code_rows(rows))):
         random.Random(SEED).shuffle(kept)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
-        (args.output / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        write_text(args.output / f"{name}.jsonl", text)
         print(f"{args.output / name}.jsonl: {len(kept)} rows")
 
 

@@ -13,7 +13,7 @@ def train(
     target: TargetOption = "smollm2",
     rollouts: Annotated[
         list[str], typer.Option(help="--output of generate; several: give the option several times.")
-    ] = ["draftloop-out/rollouts"],  # noqa: B006
+    ] = ["draftloop-out/rollouts"],  # noqa: B006 - typer takes a list, and copies it
     output: Annotated[str, typer.Option(help="Folder of the drafter.")] = "draftloop-out/drafter",
     kind: Annotated[
         Literal["recursive", "independent", "dflash"], typer.Option(help="MTP (recursive or independent) or DFlash.")

@@ -6,7 +6,10 @@ import os
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may run on: fewer than the machine's in a container or under `taskset`."""
+    """CPU cores that this process may run on: under `taskset`, or in a container with a set of CPUs, not all there are.
+
+    A container's quota of CPU time is not looked at.
+    """
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -103,8 +103,8 @@ def best_fixed(children: list[float], batch: int, step) -> float:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("bias", [0.5, 1.3])
-@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize("bias", [1.0, 0.5, 1.3])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8])
 @pytest.mark.parametrize("children", [[0.5, 0.2, 0.1], [0.9, 0.05], [0.15, 0.1]])
 def test_is_as_fast_as_the_best_tree_chain_or_none(children, batch, bias):
     """A drafter that is too sure of itself (bias below 1) or not sure enough is found out."""
