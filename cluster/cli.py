@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -50,6 +50,10 @@ def generate(
     top_p: Annotated[float, typer.Option(help="1: all.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     features: Annotated[bool, typer.Option(help="Store the target's hidden states, which train needs.")] = True,
+    features_dtype: Annotated[
+        Literal["bfloat16", "float32", "int8"],
+        typer.Option(help="Of stored features. int8 (a scale per token and layer) takes half; float32 keeps no more."),
+    ] = "bfloat16",
     taps: Annotated[int, typer.Option(help="Layers whose hidden states are stored, the last included.")] = 3,
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",
@@ -69,6 +73,7 @@ def generate(
         config = GenerateConfig(
             target=target, prompts=prompts, output=output, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, with_features=features, num_taps=taps,
+            features_dtype=features_dtype,
             dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=_range(num_actors),
             max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0,
         )  # fmt: skip

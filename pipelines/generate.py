@@ -23,7 +23,7 @@ from drafters.target import (
 )
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.prompts import PromptRow, PromptSet, RejectedRow, read_prompts
-from pipelines.rollout_schema import RolloutMetadata
+from pipelines.rollout_schema import RolloutMetadata, schema_version_of
 from pipelines.rollout_size import check_size, estimate_size, tapped_layers
 from pipelines.rollout_store import RolloutStore, ShardRecord, shard_name
 from pipelines.shard_generator import ShardContext, shard_item
@@ -134,6 +134,7 @@ def _metadata(config: GenerateConfig, target: Target) -> RolloutMetadata:
         tokenizer_hash=tokenizer_hash(target.path),
         chat_template_hash=chat_template_hash(target.path),
         target_layer_ids=layers,
+        schema_version=schema_version_of(config.features_dtype),
     )
 
 
@@ -148,7 +149,7 @@ def _plan(config: GenerateConfig, metadata: RolloutMetadata, prompts: PromptSet)
     Batch and threads are among them: the torch backend rounds differently in other company.
     """
     own = ("prompts", "limit", "chat", "max_prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    engine = ("with_features", "dtype", "backend", "batch", "rows_per_shard", "drafter")
+    engine = ("with_features", "features_dtype", "dtype", "backend", "batch", "rows_per_shard", "drafter")
     origin = metadata.as_json()
     del origin["code_version"]
     return (

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from pipelines.cores import usable_cores
+from pipelines.feature_codec import ENGINE_DTYPE, FEATURE_DTYPES
 from serving.engine.sampling import Sampling
 
 
@@ -29,6 +30,7 @@ class GenerateConfig:
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches p
     seed: int = 0  # each row draws from a stream of its own, made from this and the row's id
     with_features: bool = True  # store the target's hidden states for offline training
+    features_dtype: str = ENGINE_DTYPE  # bfloat16 as the engine keeps them, float32, or int8 with scales
     target_layer_ids: tuple[int, ...] | None = None  # layers to tap, from 0; None: `num_taps`, spread up to the last
     num_taps: int = 3  # layers to tap where `target_layer_ids` is not given
     dtype: str = "float32"  # of the target: float32 or bfloat16
@@ -49,6 +51,8 @@ class GenerateConfig:
             ("batch", self.batch < 1, "at least 1"),
             ("rows_per_shard", self.rows_per_shard < 1, "at least 1"),
             ("num_taps", self.with_features and self.num_taps < 1, "at least 1, or switch features off"),
+            ("features_dtype", self.features_dtype not in FEATURE_DTYPES, f"one of {', '.join(FEATURE_DTYPES)}"),
+            ("features_dtype", not self.with_features and self.features_dtype != ENGINE_DTYPE, "it with features on"),
             ("num_actors", not 1 <= self.num_actors[0] <= self.num_actors[1], "1 <= least <= most"),
             ("cpus_per_actor", self.cpus_per_actor is not None and self.cpus_per_actor <= 0, "more than 0"),
             ("gpus_per_actor", self.gpus_per_actor < 0, "0 or more"),

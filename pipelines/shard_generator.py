@@ -73,7 +73,7 @@ class ShardGenerator:
 
     def __init__(self, context: ShardContext, board: Any):
         self.context, self.board = context, board
-        self.store = RolloutStore(context.output)
+        self.store = RolloutStore(context.output, features_dtype=context.config.features_dtype)
         self._engine: Engine | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
