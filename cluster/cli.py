@@ -24,6 +24,7 @@ from cluster.command import (
     end,
     one_line_errors,
 )
+from cluster.rollouts_command import rollouts
 from cluster.train_command import train
 
 app = typer.Typer(
@@ -82,6 +83,7 @@ def generate(
         end(report, show.generate_table, as_json, f"draftloop train --target {target} --rollouts {report.output}")
 
 
+app.add_typer(rollouts, name="rollouts")
 app.command()(train)
 
 
