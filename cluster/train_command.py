@@ -67,7 +67,10 @@ def train(
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the rollouts.")] = 8.0,
     learning_rate: Annotated[float, typer.Option(help="Peak; warm-up, then cosine to zero.")] = 2e-3,
-    sequences_per_step: Annotated[int, typer.Option(help="Over all workers.")] = 8,
+    tokens_per_step: Annotated[int, typer.Option(help="Of a step, prompts included, over all workers.")] = 2048,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts of a step, shared out among workers.", show_default="one for each")
+    ] = None,
     anchors_per_sequence: Annotated[int, typer.Option(help="Draft blocks trained per sequence and step.")] = 20,
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
@@ -86,9 +89,9 @@ def train(
     with one_line_errors():
         from cluster import show
         from drafters.losses import LossConfig
+        from pipelines.step_config import StepConfig
         from pipelines.train import train as run
         from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig
-        from pipelines.training import StepConfig
 
         config = TrainConfig(
             target=target, rollouts=tuple(rollouts), output=output, kind=kind, num_draft_tokens=num_draft_tokens,
@@ -104,7 +107,8 @@ def train(
                 mask_token_id=mask_token_id,
             ),
             steps=StepConfig(
-                epochs=epochs, learning_rate=learning_rate, sequences_per_step=sequences_per_step,
+                epochs=epochs, learning_rate=learning_rate, tokens_per_step=tokens_per_step,
+                micro_batches=micro_batches,
                 anchors_per_sequence=anchors_per_sequence, precision=precision, evaluations=evaluations, seed=seed,
                 loss=LossConfig(
                     kind=loss, weights=loss_weights, rho=rho, gamma=gamma,

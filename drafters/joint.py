@@ -1,7 +1,8 @@
 """The joint MTP regime: a trunk (any Hugging Face causal LM) and its MTP module trained together on the same tokens.
 
-In: a padded batch of sequences with anchors. Out: L = L_NTP + beta * L_MTP with gradients for both. The module is the
-one of the frozen regime (`pipelines/training.py`), and serves like it once the trunk is saved as its target.
+In: a batch of sequences, one a row (`pad_documents`), with anchors. Out: L = L_NTP + beta * L_MTP with gradients for
+both. The module is the one of the frozen regime (`pipelines/training.py`), and serves like it once the trunk is saved
+as its target.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def joint_loss(
     module.bind(shared)
     module.to(batch.ids_BT.device)  # what `bind` made anew
     logits_BTV, features_BTF = tapped_forward(model, batch.ids_BT, module.config.target_layer_ids)
-    ntp = next_token_loss(logits_BTV, batch.ids_BT, batch.lengths_B)
+    ntp = next_token_loss(logits_BTV, batch.ids_BT, batch.positions_BT.amax(dim=1) + 1)
     batch = replace(batch, features_BTF=features_BTF)
     output = module(batch)
     # kl is towards the trunk as it is: a drafter's target is no part of what is trained

@@ -33,9 +33,9 @@ from pipelines.parity import ParityCase, run_parity
 from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainConfig, TrainError
-from pipelines.train_worker import DRAFTER, PARITY, REPORT, train_worker
+from pipelines.train_worker import DRAFTER, PARITY, REPORT, WorkerArguments, train_worker
 from pipelines.training import CurvePoint
-from pipelines.training_data import check_sets
+from pipelines.training_data import check_sets, training_data
 
 DRAFTER_FILES = {"config.json", "model.safetensors", "provenance.json", "evaluation.json"}
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
@@ -54,6 +54,8 @@ class TrainReport:
     held_out_sequences: int
     response_tokens: int  # of the training sequences
     steps: int
+    skipped_steps: int  # whose gradient was not finite
+    skipped_sequences: int  # whose features were not finite, repeats counted
     seconds: float  # Ray's start included
     loss: float
     accuracy_by_position: list[float]
@@ -79,6 +81,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     target = load_target(config.target)
     sets = check_sets(config.rollouts, target)
     check_taps(config, target, sets[0])
+    data = training_data(config, sets, target)
     mask = mask_token(target, sets, config.dflash.mask_token_id) if config.kind == "dflash" else None
     output = Path(config.output).expanduser().resolve()
     check_output(output)
@@ -86,14 +89,15 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     check_resources(config)
     board = _Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     work = output.parent / f".{output.name}.training"
-    arguments = {
-        "config": config,
-        "target_path": str(target.path.absolute()),
-        "rollouts": [rollouts.uri for rollouts in sets],
-        "mask_token_id": mask,
-        "board": board,
-        "versions": versions(),
-    }
+    arguments = WorkerArguments(
+        config=config,
+        target_path=str(target.path.absolute()),
+        rollouts=[rollouts.uri for rollouts in sets],
+        data=data,
+        mask_token_id=mask,
+        board=board,
+        versions=versions(),
+    )
     with _Relay(board, on_progress):
         checkpoint = _fit(config, arguments, work, run_name(config, sets))
     with checkpoint.as_directory() as folder:
@@ -113,11 +117,11 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     )
 
 
-def _fit(config: TrainConfig, arguments: dict[str, Any], work: Path, name: str) -> Checkpoint:
+def _fit(config: TrainConfig, arguments: WorkerArguments, work: Path, name: str) -> Checkpoint:
     """Run the workers, from where a run of this name has stopped; returns the last checkpoint. Raises TrainError."""
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config=arguments,
+        train_loop_config={"arguments": arguments},
         scaling_config=ScalingConfig(
             num_workers=config.num_workers,
             use_gpu=config.use_gpu,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from drafters.losses import LossConfig, LossKind, LossWeights
-from pipelines.training import Precision, StepConfig
+from pipelines.step_config import Precision, StepConfig
 
 DRAFT_VOCAB_COVERAGE = 0.95
 MTP_DRAFT_TOKENS = 5
@@ -56,7 +56,8 @@ class TrainConfig:
     draft_vocab_size: int | None = None  # in place of the coverage: so many tokens can be drafted; 0: all
     independent: IndependentOptions = field(default_factory=IndependentOptions)
     dflash: DFlashOptions = field(default_factory=DFlashOptions)
-    held_out: float = 0.05  # share of the rollouts that expected tau is measured on
+    held_out: float = 0.05  # share of the rollouts that expected tau is measured on, 1024 of them at most
+    cache_bytes: int = 4 * 2**30  # of features that a worker keeps in memory from one epoch to the next
     steps: StepConfig = field(default_factory=StepConfig)  # the optimiser and the loss
     parity_prompts: int = 32  # held-out prompts that the parity gate decodes, at most
     num_workers: int = 1  # Ray Train workers
@@ -95,6 +96,7 @@ class TrainConfig:
             ("conv_kernel_size", block.conv_kernel_size, block.conv_kernel_size >= 0, "0 for none, or more"),
             ("held_out", self.held_out, 0 < self.held_out < 1, "a share between 0 and 1"),
             ("parity_prompts", self.parity_prompts, self.parity_prompts >= 1, "at least 1"),
+            ("cache_bytes", self.cache_bytes, self.cache_bytes >= 0, "0 or more"),
             ("num_workers", self.num_workers, self.num_workers >= 1, "at least 1"),
             ("cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "more than 0"),
             ("save_every_steps", self.save_every_steps, self.save_every_steps >= 1, "at least 1"),
@@ -119,11 +121,13 @@ class TrainConfig:
 
 
 def _step_checks(steps: StepConfig, workers: int) -> tuple[tuple[str, Any, bool, str], ...]:
-    number = steps.sequences_per_step
+    parts = steps.micro_batches
     return (
         ("epochs", steps.epochs, steps.epochs > 0, "more than 0"),
-        ("sequences_per_step", number, number >= 1, "at least 1"),
-        ("sequences_per_step", number, number % workers == 0, f"a multiple of the {workers} workers"),
+        ("tokens_per_step", steps.tokens_per_step, steps.tokens_per_step >= 1, "at least 1"),
+        ("micro_batches", parts, parts is None or parts >= workers, f"at least one for each of the {workers} workers"),
+        ("row_tokens", steps.row_tokens, steps.row_tokens >= 1, "at least 1"),
+        ("shuffle_tokens", steps.shuffle_tokens, steps.shuffle_tokens >= 1, "at least 1"),
         ("anchors_per_sequence", steps.anchors_per_sequence, steps.anchors_per_sequence >= 1, "at least 1"),
         ("learning_rate", steps.learning_rate, steps.learning_rate > 0, "more than 0"),
         ("precision", steps.precision, steps.precision in get_args(Precision), " or ".join(get_args(Precision))),

@@ -1,19 +1,94 @@
-"""What a drafter is trained on: addresses of rollout sets in, their training and held-out sequences out. No Ray.
+"""What a drafter is trained on: addresses of rollout sets in, chunks of rows and a vocabulary out. No Ray.
 
-Several sets are one: in the order given, each checked, made by one target with one chat template and the same taps.
+Several sets are one, in the order given: made by one target with one chat template and the same taps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from drafters.target import Target, target_fingerprint
-from pipelines.rollout_schema import Rollout, RolloutMetadata
+from pipelines.draft_vocabulary import TokenCounts, draft_vocabulary
+from pipelines.pack_source import Fetch
+from pipelines.rollout_index import index_rollouts, read_chunk
+from pipelines.rollout_schema import RolloutMetadata
 from pipelines.rollout_store import RolloutSet, open_rollouts
-from pipelines.train_config import TrainError
-from pipelines.training import TrainingSequence
+from pipelines.step_order import Chunk
+from pipelines.train_config import DRAFT_VOCAB_COVERAGE, TrainConfig, TrainError
+from pipelines.training_sequence import TrainingSequence
+
+CHUNKS_AHEAD = 2  # that are read while others are trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """The rows of a run, and what their tokens say."""
+
+    training: list[Chunk]
+    held_out: list[Chunk]
+    response_tokens: int  # of the training rows
+    draft_vocab_ids: list[int]  # ascending
+    training_coverage: float | None  # share of the training rows' response tokens that can be drafted
+    held_out_coverage: float | None
+
+    @property
+    def training_rows(self) -> int:
+        return sum(len(chunk.rows) for chunk in self.training)
+
+    @property
+    def held_out_rows(self) -> int:
+        return sum(len(chunk.rows) for chunk in self.held_out)
+
+
+def training_data(config: TrainConfig, sets: Sequence[RolloutSet], target: Target) -> TrainingData:
+    """Read the sets' tokens, choose rows and vocabulary. Raises RolloutError or TrainError."""
+    lanes = config.steps.order(config.num_workers).lanes
+    vocab_size = int(target.config.get_text_config().vocab_size)
+    index = index_rollouts(sets, vocab_size=vocab_size, held_out=config.held_out, lanes=lanes)
+    if len(index.training) < lanes:
+        raise TrainError(
+            f"{index.rows} usable rollouts cannot feed {lanes} micro-batches; generate more, or lower num_workers"
+        )
+    coverage = config.draft_vocab_coverage or DRAFT_VOCAB_COVERAGE
+    vocabulary = draft_vocabulary(index.counts, config.draft_vocab_size, coverage)
+    return TrainingData(
+        training=index.training,
+        held_out=index.held_out,
+        response_tokens=index.response_tokens,
+        draft_vocab_ids=vocabulary.tolist(),
+        training_coverage=TokenCounts.total(index.counts).coverage_of(vocabulary),
+        held_out_coverage=index.held_out_counts.coverage_of(vocabulary),
+    )
+
+
+def fetch_from(sets: Sequence[RolloutSet], chunks: Sequence[Chunk]) -> Fetch:
+    """Reads chunks from the sets' files, a few ahead of their use."""
+
+    def fetch(wanted: Sequence[int]) -> Iterator[tuple[int, list[TrainingSequence]]]:
+        with ThreadPoolExecutor(max_workers=1) as reader:
+            ahead: deque[tuple[int, Future[list[TrainingSequence]]]] = deque()
+            for c in wanted:
+                ahead.append((c, reader.submit(read_chunk, sets, chunks[c])))
+                if len(ahead) > CHUNKS_AHEAD:
+                    number, future = ahead.popleft()
+                    yield number, future.result()
+            for number, future in ahead:
+                yield number, future.result()
+
+    return fetch
+
+
+def first_sequences(sets: Sequence[RolloutSet], chunks: Sequence[Chunk], count: int) -> list[TrainingSequence]:
+    """The sequences of the first chunks, until there are `count`."""
+    found: list[TrainingSequence] = []
+    for chunk in chunks:
+        if len(found) >= count:
+            break
+        found += read_chunk(sets, chunk)
+    return found[:count]
 
 
 def open_sets(uris: Sequence[str]) -> list[RolloutSet]:
@@ -48,36 +123,4 @@ def check_sets(uris: Sequence[str], target: Target) -> list[RolloutSet]:
             raise TrainError(f"rollouts {uri} have no features; generate them again with features")
         if rollouts.folder.local:  # from afar it would mean to fetch everything twice
             rollouts.check()
-    usable = sum(is_usable(rollout) for rollouts in sets for rollout in rollouts.rollouts(with_features=False))
-    if usable < 2:
-        rows = sum(len(rollouts) for rollouts in sets)
-        raise TrainError(f"{usable} usable rollouts are too few to train on (of {rows}); generate more")
     return sets
-
-
-def read_sequences(sets: Sequence[RolloutSet]) -> list[TrainingSequence]:
-    """All rollouts with a response long enough to draft in."""
-    sequences = []
-    for rollout in (row for rollouts in sets for row in rollouts.rollouts()):
-        if rollout.features_TF is not None and is_usable(rollout):
-            ids = torch.tensor(rollout.prompt_ids + rollout.response_ids)
-            greedy = rollout.temperature == 0
-            prompt_len, features = len(rollout.prompt_ids), rollout.features_TF
-            sequences.append(TrainingSequence(ids, prompt_len, features, rollout.category, greedy))
-    return sequences
-
-
-def is_usable(rollout: Rollout) -> bool:
-    """Whether the response is long enough to draft in: the first token is the anchor's, and two must follow it."""
-    return len(rollout.response_ids) >= 3
-
-
-def split(sequences: list[TrainingSequence], held_out: float) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
-    """(training, held out): every n-th sequence is held out, so that both see all parts of the sets."""
-    if not 0 < held_out < 1:
-        raise TrainError(f"held_out must be between 0 and 1, got {held_out}")
-    if len(sequences) < 2:
-        raise TrainError(f"{len(sequences)} usable rollouts are too few to train on; generate more")
-    every = max(2, min(round(1 / held_out), len(sequences)))
-    chosen = [s for i, s in enumerate(sequences) if i % every == every - 1]
-    return [s for i, s in enumerate(sequences) if i % every != every - 1], chosen
