@@ -208,9 +208,7 @@ def test_two_workers_train_as_one_does(config: TrainConfig, tmp_path: Path):
     assert [p.loss for p in points[1]] == pytest.approx([p.loss for p in points[2]], rel=1e-3)
     one, two = (load_file(Path(reports[n].output) / "model.safetensors") for n in (1, 2))
     for name, tensor in one.items():
-        torch.testing.assert_close(
-            tensor, two[name], rtol=1e-2, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(tensor, two[name], rtol=1e-2, atol=2e-3)
     assert reports[1].expected_tau == pytest.approx(reports[2].expected_tau, abs=0.1)
 
 
