@@ -135,19 +135,23 @@ def training_sequence(rollout: Rollout) -> TrainingSequence:
     )
 
 
-def read_rows(rollouts: RolloutSet, shard: int, rows: Sequence[int]) -> Iterator[Rollout]:
+def read_rows(
+    rollouts: RolloutSet, shard: int, rows: Sequence[int], *, with_features: bool = True
+) -> Iterator[Rollout]:
     """Rows of a shard by their places, ascending; only the row groups that hold them are read. Raises RolloutError."""
     name = rollouts.manifest.shards[shard].name
     try:
         with rollouts.folder.fs.open(rollouts.folder.path(name), "rb") as stream:
             file = pq.ParquetFile(stream)
+            names = file.schema_arrow.names
+            columns = names if with_features else [name for name in names if not name.startswith("features")]
             wanted = np.asarray(rows, dtype=np.int64)
             start = 0
             for group in range(file.num_row_groups):
                 end = start + file.metadata.row_group(group).num_rows
                 inside = wanted[(wanted >= start) & (wanted < end)] - start
                 if len(inside):
-                    for batch in file.read_row_group(group).take(inside).to_batches():
+                    for batch in file.read_row_group(group, columns).take(inside).to_batches():
                         yield from rollouts_of(batch)
                 start = end
     except (OSError, pa.ArrowException) as error:

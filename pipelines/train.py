@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -26,7 +26,7 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer
 
 from drafters.checkpoint import is_drafter
-from drafters.target import Target, load_target
+from drafters.target import Target, load_target, mtp_target_layer_ids, target_fingerprint
 from pipelines.evaluate import versions
 from pipelines.mask_token import mask_token
 from pipelines.parity import ParityCase, run_parity
@@ -35,7 +35,10 @@ from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.train_worker import DRAFTER, PARITY, REPORT, WorkerArguments, train_worker
 from pipelines.training import CurvePoint
-from pipelines.training_data import check_sets, training_data
+from pipelines.training_data import TrainingData, check_sets, training_data
+
+if TYPE_CHECKING:
+    from pipelines.online_features import OnlineSource
 
 DRAFTER_FILES = {"config.json", "model.safetensors", "provenance.json", "evaluation.json"}
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
@@ -79,8 +82,9 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     """
     started = time.monotonic()
     target = load_target(config.target)
-    sets = check_sets(config.rollouts, target)
-    check_taps(config, target, sets[0])
+    sets = check_sets(config.rollouts, target, online=config.online is not None)
+    layers = tapped_layers(config, target, sets[0])
+    check_taps(config, target, layers)
     data = training_data(config, sets, target)
     mask = mask_token(target, sets, config.dflash.mask_token_id) if config.kind == "dflash" else None
     output = Path(config.output).expanduser().resolve()
@@ -92,7 +96,10 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     arguments = WorkerArguments(
         config=config,
         target_path=str(target.path.absolute()),
+        target_layer_ids=layers,
+        target_fingerprint=target_fingerprint(target.path, layers),
         rollouts=[rollouts.uri for rollouts in sets],
+        online=_online(config, target, layers, [rollouts.uri for rollouts in sets], data),
         data=data,
         mask_token_id=mask,
         board=board,
@@ -143,9 +150,57 @@ def _fit(config: TrainConfig, arguments: WorkerArguments, work: Path, name: str)
     return result.checkpoint
 
 
-def check_taps(config: TrainConfig, target: Target, rollouts: RolloutSet) -> None:
+def tapped_layers(config: TrainConfig, target: Target, rollouts: RolloutSet) -> tuple[int, ...]:
+    """The layers that condition the drafter: those of the rollouts' features, or online the wanted ones."""
+    if config.online is None:
+        return rollouts.metadata.target_layer_ids
+    layers = config.online.target_layer_ids
+    if layers is None:
+        return mtp_target_layer_ids(target.num_layers, config.online.num_taps)
+    layers = tuple(sorted(set(layers)))
+    if not 0 <= layers[0] <= layers[-1] < target.num_layers:
+        raise TrainError(f"target_layer_ids {list(layers)} do not fit; give layers from 0 to {target.num_layers - 1}")
+    return layers
+
+
+def _online(
+    config: TrainConfig, target: Target, layers: tuple[int, ...], rollouts: list[str], data: TrainingData
+) -> OnlineSource | None:
+    """What target actors are told; None offline."""
+    if config.online is None:
+        return None
+    from pipelines.features import FeatureTarget
+    from pipelines.online_features import FeatureActors, OnlineSource
+
+    online = config.online
+    longest = max(length for chunk in (*data.training, *data.held_out) for length in chunk.lengths)
+    return OnlineSource(
+        rollouts=rollouts,
+        target=FeatureTarget(
+            target=config.target,
+            path=str(target.path.absolute()),
+            target_layer_ids=layers,
+            fingerprint=target_fingerprint(target.path, layers),
+            dtype=online.dtype,
+            backend=online.backend,
+            device="cuda" if online.gpus_per_actor else "cpu",
+            batch=online.batch,
+            max_len=min(target.max_len, longest + 1),
+            num_threads=online.threads_per_actor,
+        ),
+        actors=FeatureActors(
+            least=online.num_actors[0],
+            most=online.num_actors[1],
+            cpus=online.cpus_per_actor,
+            gpus=online.gpus_per_actor,
+            resources=dict(online.resources),
+        ),
+    )
+
+
+def check_taps(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> None:
     """Raise TrainError if the loss needs the target's logits, which only its last layer's features give."""
-    taps, last = rollouts.metadata.target_layer_ids, target.num_layers - 1
+    last = target.num_layers - 1
     if config.steps.loss.kind == "kl" and taps[-1] != last:
         raise TrainError(
             f"loss is kl, which needs the features of the target's last layer ({last}), and the rollouts tap "

@@ -44,6 +44,22 @@ class DFlashOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnlineOptions:
+    """What only online training has: the target actors that compute features while the drafter trains."""
+
+    num_taps: int = 3  # layers to tap, spread up to the last
+    target_layer_ids: tuple[int, ...] | None = None  # layers to tap, from 0; in place of `num_taps`
+    dtype: str = "float32"  # of the target: float32 or bfloat16
+    backend: str = "auto"  # of its engine: auto, native or torch
+    batch: int = 8  # sequences that an actor reads at once
+    num_actors: tuple[int, int] = (1, 1)  # least and most target actors for each trainer
+    cpus_per_actor: float = 1.0  # CPUs that Ray sets aside
+    gpus_per_actor: float = 0.0  # GPUs for an actor; 0 runs on the CPU
+    resources: tuple[tuple[str, float], ...] = ()  # custom ones that an actor's node must have
+    threads_per_actor: int | None = None  # compute threads; None: torch's choice
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What is trained, from what, and how."""
 
@@ -54,6 +70,7 @@ class TrainConfig:
     num_draft_tokens: int | None = None  # K, drafts that an MTP drafter is trained for; None: 5
     draft_vocab_coverage: float | None = None  # share of unseen response tokens that can be drafted; None: 0.95
     draft_vocab_size: int | None = None  # in place of the coverage: so many tokens can be drafted; 0: all
+    online: OnlineOptions | None = None  # features are computed on the way; None: they are read from the rollouts
     independent: IndependentOptions = field(default_factory=IndependentOptions)
     dflash: DFlashOptions = field(default_factory=DFlashOptions)
     held_out: float = 0.05  # share of the rollouts that expected tau is measured on, 1024 of them at most
@@ -94,12 +111,28 @@ class TrainConfig:
             ("num_hidden_layers", block.num_hidden_layers, block.num_hidden_layers >= 1, "at least 1"),
             ("selector_top_k", block.selector_top_k, block.selector_top_k >= 0, "0 for no selector, or more"),
             ("conv_kernel_size", block.conv_kernel_size, block.conv_kernel_size >= 0, "0 for none, or more"),
+            *self._online_checks(),
             ("held_out", self.held_out, 0 < self.held_out < 1, "a share between 0 and 1"),
             ("parity_prompts", self.parity_prompts, self.parity_prompts >= 1, "at least 1"),
             ("cache_bytes", self.cache_bytes, self.cache_bytes >= 0, "0 or more"),
             ("num_workers", self.num_workers, self.num_workers >= 1, "at least 1"),
             ("cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "more than 0"),
             ("save_every_steps", self.save_every_steps, self.save_every_steps >= 1, "at least 1"),
+        )
+
+    def _online_checks(self) -> tuple[tuple[str, Any, bool, str], ...]:
+        online = self.online
+        if online is None:
+            return ()
+        layers, (least, most) = online.target_layer_ids, online.num_actors
+        return (
+            ("num_taps", online.num_taps, online.num_taps >= 1, "at least 1"),
+            ("target_layer_ids", layers, layers is None or len(layers) > 0, "layers of the target"),
+            ("dtype", online.dtype, online.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+            ("batch", online.batch, online.batch >= 1, "at least 1"),
+            ("num_actors", online.num_actors, 1 <= least <= most, "1 <= least <= most"),
+            ("cpus_per_actor", online.cpus_per_actor, online.cpus_per_actor >= 0, "0 or more"),
+            ("gpus_per_actor", online.gpus_per_actor, online.gpus_per_actor >= 0, "0 or more"),
         )
 
     def _check_belonging(self) -> None:

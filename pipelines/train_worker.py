@@ -6,7 +6,7 @@ import json
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ray import train as ray_train
@@ -19,13 +19,16 @@ from drafters.losses import FinalNorm
 from drafters.target import shared_weights
 from pipelines.cores import usable_cores
 from pipelines.fresh_drafter import fresh_drafter, scale_taps
-from pipelines.pack_source import PackSource
+from pipelines.pack_source import Fetch, PackSource
 from pipelines.parity import parity_cases
 from pipelines.rollout_store import RolloutSet
 from pipelines.step_order import StepOrder
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.training import CurvePoint, Team, Trainer
 from pipelines.training_data import TrainingData, fetch_from, first_sequences, open_sets
+
+if TYPE_CHECKING:
+    from pipelines.online_features import OnlineSource
 
 STATE, DRAFTER, REPORT, PARITY = "trainer.pt", "drafter", "report.json", "parity.json"
 SHOW_EVERY = 5  # steps between points sent to the driver
@@ -38,7 +41,10 @@ class WorkerArguments:
 
     config: TrainConfig
     target_path: str
+    target_layer_ids: tuple[int, ...]
+    target_fingerprint: str  # with these layers
     rollouts: list[str]
+    online: OnlineSource | None  # None: features are read from the rollouts
     data: TrainingData
     mask_token_id: int | None
     board: Any  # actor that shows progress
@@ -52,7 +58,7 @@ def train_worker(packed: dict[str, WorkerArguments]) -> None:
     context = ray_train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(config.threads_per_worker or max(1, usable_cores() // world))
-    sets = open_sets(arguments.rollouts)
+    sets = open_sets(arguments.rollouts, online=arguments.online is not None)
     trainer = _trainer(arguments, sets, rank, world)
     curve = _restore(trainer)
     for point in trainer.run():
@@ -76,24 +82,36 @@ def train_worker(packed: dict[str, WorkerArguments]) -> None:
 def _trainer(arguments: WorkerArguments, sets: list[RolloutSet], rank: int, world: int) -> Trainer:
     """A trainer with a fresh drafter, and its rows where they lie."""
     config, data = arguments.config, arguments.data
-    target_path, layers = Path(arguments.target_path), sets[0].metadata.target_layer_ids
+    target_path, layers = Path(arguments.target_path), arguments.target_layer_ids
+    fetch = _fetch(arguments, sets)
     vocabulary = torch.tensor(data.draft_vocab_ids)
     module = fresh_drafter(config, target_path, layers, vocabulary, arguments.mask_token_id)
-    scale_taps(module, first_sequences(sets, data.training, TAP_SEQUENCES))
+    scale_taps(module, first_sequences(fetch, data.training, TAP_SEQUENCES))
     module.to(get_device())
     forward: torch.nn.Module = module
     if world > 1:  # the borrowed weights are large and equal everywhere: never broadcast buffers
         forward = torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
-    held_out = first_sequences(sets, data.held_out, data.held_out_rows)
+    last_chunks = range(len(data.training), len(data.training) + len(data.held_out))
+    held_out = [sequence for _, rows in fetch(last_chunks) for sequence in rows]
     features = held_out[0].features
     source = PackSource(
         StepOrder(data.training, config.steps.order(config.num_workers)),
-        fetch_from(sets, data.training),
+        fetch,
         keep_tokens=config.cache_bytes / max(1, features.element_size() * features.shape[1]),
     )
     norm = _final_norm(target_path) if config.steps.loss.kind == "kl" else None
     team = Team(rank, world, _sum_over_workers if world > 1 else lambda tensor: tensor)
     return Trainer(module, source, held_out, config.steps, team=team, forward=forward, final_norm=norm)
+
+
+def _fetch(arguments: WorkerArguments, sets: list[RolloutSet]) -> Fetch:
+    """Training chunks come first, held-out ones after them."""
+    chunks = [*arguments.data.training, *arguments.data.held_out]
+    if arguments.online is None:
+        return fetch_from(sets, chunks)
+    from pipelines.online_features import fetch_online
+
+    return fetch_online(arguments.online, chunks)
 
 
 def _sum_over_workers(tensor: Tensor) -> Tensor:
@@ -148,7 +166,7 @@ def _finish(
     }
     provenance = {
         "target": metadata.target,
-        "target_fingerprint": metadata.target_fingerprint,
+        "target_fingerprint": arguments.target_fingerprint,
         "chat_template_hash": metadata.chat_template_hash,
         "rollouts": [{"uri": rollouts.uri, "manifest_sha256": rollouts.manifest_sha256} for rollouts in sets],
         "command": "draftloop train",

@@ -63,6 +63,8 @@ class CurvePoint:
     tau_by_category: dict[str, float] | None = None  # expected tau of the held-out sequences, category by category
     skipped_steps: int = 0  # so far, whose gradient was not finite
     skipped_sequences: int = 0  # so far, whose features were not finite
+    learning_rate: float = 0.0  # of this step
+    gradient_norm: float | None = None  # of this step, before clipping; None: not finite
 
     @property
     def evaluated(self) -> bool:
@@ -119,6 +121,7 @@ class Trainer:
         self.done = self.tokens = self.sequences = 0
         self.skipped_steps = self.skipped_in_a_row = self.skipped_sequences = 0
         self.seconds = 0.0
+        self._gradient_norm: float | None = None
 
     COUNTERS = ("done", "tokens", "sequences", "skipped_steps", "skipped_in_a_row", "skipped_sequences", "seconds")
 
@@ -160,6 +163,8 @@ class Trainer:
                 tau_by_category=by_category,
                 skipped_steps=self.skipped_steps,
                 skipped_sequences=self.skipped_sequences,
+                learning_rate=self._learning_rate(step),
+                gradient_norm=self._gradient_norm,
             )
             if step % 10 == 0 or measured:
                 window = _Window()
@@ -178,7 +183,8 @@ class Trainer:
                 sums += self._backward(replace(batch, step_labels_K=labels_K))
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
         loss, correct_K, known_K = self.team.sum(sums).cpu().split([1, *[self.num_draft_tokens] * 2])
-        if not bool(torch.isfinite(norm)):  # the same on every worker: gradients are the team's
+        self._gradient_norm = float(norm) if bool(torch.isfinite(norm)) else None
+        if self._gradient_norm is None:  # the same on every worker: gradients are the team's
             self._skip(step)
             return
         self.optimizer.step()

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 from drafters.target import Target, target_fingerprint
 from pipelines.draft_vocabulary import TokenCounts, draft_vocabulary
@@ -20,6 +21,8 @@ from pipelines.step_order import Chunk
 from pipelines.train_config import DRAFT_VOCAB_COVERAGE, TrainConfig, TrainError
 from pipelines.training_sequence import TrainingSequence
 
+ALIKE = ("tokenizer_hash", "chat_template_hash")  # in what several sets must agree
+ALIKE_IN_FEATURES = ("target_layer_ids", "target_fingerprint")  # and in what, where their features are read
 CHUNKS_AHEAD = 2  # that are read while others are trained on
 
 
@@ -81,23 +84,24 @@ def fetch_from(sets: Sequence[RolloutSet], chunks: Sequence[Chunk]) -> Fetch:
     return fetch
 
 
-def first_sequences(sets: Sequence[RolloutSet], chunks: Sequence[Chunk], count: int) -> list[TrainingSequence]:
-    """The sequences of the first chunks, until there are `count`."""
-    found: list[TrainingSequence] = []
-    for chunk in chunks:
-        if len(found) >= count:
-            break
-        found += read_chunk(sets, chunk)
-    return found[:count]
+def first_sequences(fetch: Fetch, chunks: Sequence[Chunk], count: int) -> list[TrainingSequence]:
+    """The first `count` sequences, or all."""
+    ends = accumulate(len(chunk.rows) for chunk in chunks)
+    wanted = sum(end < count for end in ends) + 1  # chunks
+    return [s for _, rows in fetch(range(min(wanted, len(chunks)))) for s in rows][:count]
 
 
-def open_sets(uris: Sequence[str]) -> list[RolloutSet]:
-    """The finished sets at `uris`. Raises RolloutError, or TrainError if they cannot be trained on together."""
+def open_sets(uris: Sequence[str], *, online: bool = False) -> list[RolloutSet]:
+    """The finished sets at `uris`; online, only their tokens count.
+
+    Raises RolloutError, or TrainError if they cannot be trained on together.
+    """
+    names = ALIKE if online else (*ALIKE, *ALIKE_IN_FEATURES)
     sets = [open_rollouts(uri) for uri in uris]
     for place, rollouts in enumerate(sets):
         if rollouts.manifest_sha256 in [other.manifest_sha256 for other in sets[:place]]:
             raise TrainError(f"rollouts {uris[place]} are given twice; give every set once")
-        if differing := _differing(sets[0].metadata, rollouts.metadata):
+        if differing := _differing(sets[0].metadata, rollouts.metadata, names):
             name, first, this = differing
             raise TrainError(
                 f"rollouts {uris[0]} and {uris[place]} differ in {name} ({first} and {this}); give sets that agree"
@@ -105,22 +109,27 @@ def open_sets(uris: Sequence[str]) -> list[RolloutSet]:
     return sets
 
 
-def _differing(first: RolloutMetadata, other: RolloutMetadata) -> tuple[str, object, object] | None:
+def _differing(
+    first: RolloutMetadata, other: RolloutMetadata, names: Sequence[str]
+) -> tuple[str, object, object] | None:
     """The first fact in which two sets may not differ but do, with both values."""
-    for name in ("target_layer_ids", "target_fingerprint", "tokenizer_hash", "chat_template_hash"):
+    for name in names:
         mine, theirs = getattr(first, name), getattr(other, name)
         if mine != theirs:
             return name, mine, theirs
     return None
 
 
-def check_sets(uris: Sequence[str], target: Target) -> list[RolloutSet]:
-    """The sets, if this target made them and they are whole, with features. Raises RolloutError or TrainError."""
-    sets = open_sets(uris)
+def check_sets(uris: Sequence[str], target: Target, *, online: bool = False) -> list[RolloutSet]:
+    """The sets, if this target made them and they are whole, with features unless those are computed online.
+
+    Raises RolloutError or TrainError.
+    """
+    sets = open_sets(uris, online=online)
     for uri, rollouts in zip(uris, sets, strict=True):
         rollouts.check_target(target_fingerprint(target.path, rollouts.metadata.target_layer_ids))
-        if not rollouts.has_features:
-            raise TrainError(f"rollouts {uri} have no features; generate them again with features")
+        if not rollouts.has_features and not online:
+            raise TrainError(f"rollouts {uri} have no features; generate them again with features, or train online")
         if rollouts.folder.local:  # from afar it would mean to fetch everything twice
             rollouts.check()
     return sets

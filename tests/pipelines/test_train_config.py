@@ -130,15 +130,12 @@ def test_kl_needs_the_last_layers_features():
 
     from pipelines.train import check_taps
 
-    def taps(*layers: int) -> Any:
-        return SimpleNamespace(metadata=SimpleNamespace(target_layer_ids=layers))
-
     target: Any = SimpleNamespace(num_layers=30)
     kl = replace(CONFIG, **with_loss(kind="kl"))
-    check_taps(kl, target, taps(1, 15, 29))
-    check_taps(CONFIG, target, taps(1, 15, 26))
+    check_taps(kl, target, (1, 15, 29))
+    check_taps(CONFIG, target, (1, 15, 26))
     with pytest.raises(TrainError, match=r"last layer \(29\), and the rollouts tap 1, 15, 26; generate them with"):
-        check_taps(kl, target, taps(1, 15, 26))
+        check_taps(kl, target, (1, 15, 26))
 
 
 # -- the mask token ---------------------------------------------------------------------------------------------------
