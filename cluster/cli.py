@@ -22,6 +22,7 @@ from cluster.command import (
     TargetOption,
     console,
     end,
+    least_most,
     one_line_errors,
 )
 from cluster.rollouts_command import rollouts
@@ -75,7 +76,7 @@ def generate(
             target=target, prompts=prompts, output=output, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
             temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, with_features=features, num_taps=taps,
             features_dtype=features_dtype,
-            dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=_range(num_actors),
+            dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=least_most(num_actors),
             max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0,
         )  # fmt: skip
         with show.stage(console, f"generate: {target} continues {prompts}", as_json) as stage:
@@ -190,18 +191,6 @@ def quickstart(
         from cluster.quickstart import quickstart as run
 
         run(console, target, output, prompts, epochs, port)
-
-
-def _range(text: str) -> tuple[int, int]:
-    """`3` or `1:4` as (least, most)."""
-    parts = text.split(":")
-    try:
-        low, high = int(parts[0]), int(parts[-1])
-    except ValueError:
-        low, high = 1, 0
-    if len(parts) > 2 or not 1 <= low <= high:
-        raise typer.BadParameter(f"{text!r} is not a number or least:most, such as 2 or 1:4")
-    return low, high
 
 
 def main() -> None:

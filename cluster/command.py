@@ -24,6 +24,18 @@ CudaGraphsOption = Annotated[bool, typer.Option("--cuda-graphs", help="With cuda
 JsonOption = Annotated[bool, typer.Option("--json", help="No progress; the report as one JSON object.")]
 
 
+def least_most(text: str) -> tuple[int, int]:
+    """`3` or `1:4` as (least, most)."""
+    parts = text.split(":")
+    try:
+        low, high = int(parts[0]), int(parts[-1])
+    except ValueError:
+        low, high = 1, 0
+    if len(parts) > 2 or not 1 <= low <= high:
+        raise typer.BadParameter(f"{text!r} is not a number or least:most, such as 2 or 1:4")
+    return low, high
+
+
 def end(report: Any, table: Any, as_json: bool, next_command: str) -> None:
     """What was made, its headline figures, and the next command to type."""
     from cluster import show

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cluster.command import JsonOption, TargetOption, console, end, fail, one_line_errors
+from cluster.command import DtypeOption, JsonOption, TargetOption, console, end, fail, least_most, one_line_errors
 
 
 def train(
@@ -14,6 +14,13 @@ def train(
     rollouts: Annotated[
         list[str], typer.Option(help="--output of generate; several: give the option several times.")
     ] = ["draftloop-out/rollouts"],  # noqa: B006
+    weight: Annotated[
+        list[float] | None,
+        typer.Option(help="Times that a set of rollouts is read per epoch, set by set.", show_default="once"),
+    ] = None,
+    init_from: Annotated[
+        str | None, typer.Option(help="Drafter to go on from, in its own kind and shape.", show_default="a fresh one")
+    ] = None,
     output: Annotated[str, typer.Option(help="Folder of the drafter.")] = "draftloop-out/drafter",
     kind: Annotated[
         Literal["recursive", "independent", "dflash"], typer.Option(help="MTP (recursive or independent) or DFlash.")
@@ -77,8 +84,16 @@ def train(
         typer.Option(help="Of matrix products; weights stay in float32. auto: bfloat16 where the device has it."),
     ] = "auto",
     evaluations: Annotated[int, typer.Option(min=1, help="Times that expected tau is measured.")] = 5,
+    online: Annotated[
+        bool, typer.Option("--online", help="Target actors compute features on the way; only tokens are read.")
+    ] = False,
+    taps: Annotated[int, typer.Option(help="online: layers whose hidden states are read, the last included.")] = 3,
+    dtype: DtypeOption = "float32",
+    num_actors: Annotated[
+        str, typer.Option(help="online: target actors for each worker: a number, or least:most.")
+    ] = "1",
     seed: Annotated[int, typer.Option(help="Of initial weights, order and anchors.")] = 0,
-    num_workers: Annotated[int, typer.Option(help="Ray Train workers.")] = 1,
+    num_workers: Annotated[str, typer.Option(help="Ray Train workers: a number, or least:most (elastic).")] = "1",
     gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per worker.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -91,12 +106,19 @@ def train(
         from drafters.losses import LossConfig
         from pipelines.step_config import StepConfig
         from pipelines.train import train as run
-        from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig
+        from pipelines.train_config import DFlashOptions, IndependentOptions, OnlineOptions, TrainConfig
 
+        least, most = least_most(num_workers)
+        online_options = None
+        if online:
+            online_options = OnlineOptions(
+                num_taps=taps, dtype=dtype, num_actors=least_most(num_actors), gpus_per_actor=1.0 if gpu else 0.0
+            )
         config = TrainConfig(
             target=target, rollouts=tuple(rollouts), output=output, kind=kind, num_draft_tokens=num_draft_tokens,
             draft_vocab_coverage=draft_vocab_coverage, draft_vocab_size=draft_vocab_size,
-            num_workers=num_workers, use_gpu=gpu,
+            rollout_weights=tuple(weight or ()), init_from=init_from, online=online_options,
+            num_workers=most, min_workers=least if least < most else None, use_gpu=gpu,
             independent=IndependentOptions(
                 own_lm_head=own_lm_head, shared_trunk=shared_trunk, anchor_embedding=anchor_embedding
             ),

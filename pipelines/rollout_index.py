@@ -57,8 +57,12 @@ def shards_of(sets: Sequence[RolloutSet]) -> list[tuple[RolloutSet, int]]:
     return [(rollouts, i) for rollouts in sets for i in range(len(rollouts.manifest.shards))]
 
 
-def index_rollouts(sets: Sequence[RolloutSet], *, vocab_size: int, held_out: float, lanes: int) -> RolloutIndex:
-    """Read the token columns of all sets. `lanes` are the packs of a step. Raises RolloutError or TrainError."""
+def index_rollouts(
+    sets: Sequence[RolloutSet], *, vocab_size: int, held_out: float, lanes: int, weights: Sequence[float] = ()
+) -> RolloutIndex:
+    """Read the token columns of all sets. `lanes` are the packs of a step; `weights` how often each set is read per
+    epoch (none: once). Raises RolloutError or TrainError.
+    """
     if not 0 < held_out < 1:
         raise TrainError(f"held_out must be between 0 and 1, got {held_out}")
     rows = sum(len(rollouts) for rollouts in sets)
@@ -68,11 +72,13 @@ def index_rollouts(sets: Sequence[RolloutSet], *, vocab_size: int, held_out: flo
     if scan.usable < scan.every:  # a few rows, of which the last is held out
         scan = _Scan(sets, vocab_size, scan.usable)
     size = chunk_size(scan.usable, lanes)
+    of_sets = weights or [1.0] * len(sets)
+    of_shards = [w for w, rollouts in zip(of_sets, sets, strict=True) for _ in rollouts.manifest.shards]
     training, chosen = (
         [
             chunk
-            for shard, found in enumerate(scan.found)
-            for chunk in chunk_rows(shard, found[kind].rows, found[kind].lengths, size)
+            for shard, (found, weight) in enumerate(zip(scan.found, of_shards, strict=True))
+            for chunk in chunk_rows(shard, found[kind].rows, found[kind].lengths, size, weight)
         ]
         for kind in (TRAINING, HELD_OUT)
     )

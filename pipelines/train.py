@@ -33,14 +33,18 @@ from pipelines.parity import ParityCase, run_parity
 from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainConfig, TrainError
-from pipelines.train_worker import DRAFTER, PARITY, REPORT, WorkerArguments, train_worker
+from pipelines.train_worker import DRAFTER, PARITY, REPORT, SCORE, WorkerArguments, train_worker
 from pipelines.training import CurvePoint
 from pipelines.training_data import TrainingData, check_sets, training_data
+from pipelines.training_log import METRICS, PLOT, TENSORBOARD
+from pipelines.warm_start import as_started, check_start
 
 if TYPE_CHECKING:
     from pipelines.online_features import OnlineSource
 
-DRAFTER_FILES = {"config.json", "model.safetensors", "provenance.json", "evaluation.json"}
+DRAFTER_FILES = {
+    "config.json", "model.safetensors", "provenance.json", "evaluation.json", METRICS, TENSORBOARD, PLOT,
+}  # fmt: skip
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
 MAX_FAILURES = 3  # workers that may die before the run gives up
 MAX_FAILED_STARTS = 10  # times that the workers may fail to start, such as for a cluster that grows too slowly
@@ -60,6 +64,7 @@ class TrainReport:
     skipped_steps: int  # whose gradient was not finite
     skipped_sequences: int  # whose features were not finite, repeats counted
     seconds: float  # Ray's start included
+    best_step: int  # at which expected tau was best: the drafter is of that step
     loss: float
     accuracy_by_position: list[float]
     expected_tau: float | None  # on the held-out sequences
@@ -81,12 +86,15 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     One that fails the parity gate is kept; the report and its provenance say so.
     """
     started = time.monotonic()
+    config = as_started(config)
     target = load_target(config.target)
     sets = check_sets(config.rollouts, target, online=config.online is not None)
     layers = tapped_layers(config, target, sets[0])
     check_taps(config, target, layers)
+    check_start(config, layers)
     data = training_data(config, sets, target)
-    mask = mask_token(target, sets, config.dflash.mask_token_id) if config.kind == "dflash" else None
+    fresh_blocks = config.kind == "dflash" and config.init_from is None
+    mask = mask_token(target, sets, config.dflash.mask_token_id) if fresh_blocks else None
     output = Path(config.output).expanduser().resolve()
     check_output(output)
     start_ray()
@@ -126,11 +134,12 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
 
 def _fit(config: TrainConfig, arguments: WorkerArguments, work: Path, name: str) -> Checkpoint:
     """Run the workers, from where a run of this name has stopped; returns the last checkpoint. Raises TrainError."""
+    workers, least = config.num_workers, config.min_workers or config.num_workers
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"arguments": arguments},
         scaling_config=ScalingConfig(
-            num_workers=config.num_workers,
+            num_workers=workers if least == workers else (least, workers),  # type: ignore[arg-type]  # stub of older
             use_gpu=config.use_gpu,
             resources_per_worker={"CPU": config.cpus_per_worker} | ({"GPU": 1} if config.use_gpu else {}),
         ),
@@ -138,7 +147,9 @@ def _fit(config: TrainConfig, arguments: WorkerArguments, work: Path, name: str)
             name=name,
             storage_path=str(work),
             failure_config=_failure_config(),
-            checkpoint_config=CheckpointConfig(num_to_keep=1),
+            checkpoint_config=CheckpointConfig(
+                num_to_keep=config.keep_checkpoints, checkpoint_score_attribute=SCORE, checkpoint_score_order="max"
+            ),
         ),
     )
     try:
@@ -226,13 +237,14 @@ def check_output(output: Path) -> None:
 
 def check_resources(config: TrainConfig) -> None:
     """Raise TrainError if the workers can never start."""
-    workers = config.num_workers
+    name = "min_workers" if config.min_workers else "num_workers"
+    workers = config.min_workers or config.num_workers
     need = {"GPU": float(workers if config.use_gpu else 0), "CPU": workers * config.cpus_per_worker}
     if lacking := lacking_resource(need):
-        name, have = lacking
-        option = "use_gpu is on" if name == "GPU" else f"cpus_per_worker is {config.cpus_per_worker:g}"
-        mend = "lower num_workers" + (" or leave use_gpu off" if name == "GPU" else " or cpus_per_worker")
-        raise TrainError(f"num_workers is {workers} and {option}: {need[name]:g} {name}s, Ray has {have:g}; {mend}")
+        resource, have = lacking
+        option = "use_gpu is on" if resource == "GPU" else f"cpus_per_worker is {config.cpus_per_worker:g}"
+        mend = f"lower {name}" + (" or leave use_gpu off" if resource == "GPU" else " or cpus_per_worker")
+        raise TrainError(f"{name} is {workers} and {option}: {need[resource]:g} {resource}s, Ray has {have:g}; {mend}")
 
 
 def _failure_config() -> FailureConfig:

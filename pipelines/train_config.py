@@ -77,11 +77,15 @@ class TrainConfig:
     cache_bytes: int = 4 * 2**30  # of features that a worker keeps in memory from one epoch to the next
     steps: StepConfig = field(default_factory=StepConfig)  # the optimiser and the loss
     parity_prompts: int = 32  # held-out prompts that the parity gate decodes, at most
-    num_workers: int = 1  # Ray Train workers
+    rollout_weights: tuple[float, ...] = ()  # times that each of `rollouts` is read per epoch; (): once
+    init_from: str | None = None  # drafter to go on from, in its own kind and shape; None: a fresh one
+    num_workers: int = 1  # Ray Train workers; elastic: at most
+    min_workers: int | None = None  # a run begins and goes on with as few, where there are no more; None: never fewer
     cpus_per_worker: float = 1.0  # logical CPUs that Ray sets aside
     threads_per_worker: int | None = None  # of torch; None: the machine's cores over the workers
     use_gpu: bool = False  # one GPU per worker
     save_every_steps: int = 100  # a worker that dies loses at most so many steps
+    keep_checkpoints: int = 2  # saved states of an unfinished run: the latest and those of best expected tau
 
     def __post_init__(self) -> None:
         for name, value, good, mend in (*self._checks(), *_step_checks(self.steps, max(1, self.num_workers))):
@@ -98,6 +102,7 @@ class TrainConfig:
 
     def _checks(self) -> tuple[tuple[str, Any, bool, str], ...]:
         """(name, value, whether it is good, what to give) of the run's own options."""
+        least, weights = self.min_workers, self.rollout_weights
         size, coverage, number, block = (
             self.draft_vocab_size, self.draft_vocab_coverage, self.num_draft_tokens, self.dflash,
         )  # fmt: skip
@@ -117,6 +122,10 @@ class TrainConfig:
             ("cache_bytes", self.cache_bytes, self.cache_bytes >= 0, "0 or more"),
             ("num_workers", self.num_workers, self.num_workers >= 1, "at least 1"),
             ("cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "more than 0"),
+            ("keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1"),
+            ("min_workers", least, least is None or 1 <= least <= self.num_workers, "1 to num_workers"),
+            ("rollout_weights", weights, len(weights) in (0, len(self.rollouts)), "one for each of the rollouts"),
+            ("rollout_weights", weights, all(0 < w < math.inf for w in weights), "numbers above 0"),
             ("save_every_steps", self.save_every_steps, self.save_every_steps >= 1, "at least 1"),
         )
 

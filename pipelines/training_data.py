@@ -20,6 +20,7 @@ from pipelines.rollout_store import RolloutSet, open_rollouts
 from pipelines.step_order import Chunk
 from pipelines.train_config import DRAFT_VOCAB_COVERAGE, TrainConfig, TrainError
 from pipelines.training_sequence import TrainingSequence
+from pipelines.warm_start import started_vocabulary
 
 ALIKE = ("tokenizer_hash", "chat_template_hash")  # in what several sets must agree
 ALIKE_IN_FEATURES = ("target_layer_ids", "target_fingerprint")  # and in what, where their features are read
@@ -50,13 +51,17 @@ def training_data(config: TrainConfig, sets: Sequence[RolloutSet], target: Targe
     """Read the sets' tokens, choose rows and vocabulary. Raises RolloutError or TrainError."""
     lanes = config.steps.order(config.num_workers).lanes
     vocab_size = int(target.config.get_text_config().vocab_size)
-    index = index_rollouts(sets, vocab_size=vocab_size, held_out=config.held_out, lanes=lanes)
+    index = index_rollouts(
+        sets, vocab_size=vocab_size, held_out=config.held_out, lanes=lanes, weights=config.rollout_weights
+    )
     if len(index.training) < lanes:
         raise TrainError(
             f"{index.rows} usable rollouts cannot feed {lanes} micro-batches; generate more, or lower num_workers"
         )
     coverage = config.draft_vocab_coverage or DRAFT_VOCAB_COVERAGE
-    vocabulary = draft_vocabulary(index.counts, config.draft_vocab_size, coverage)
+    vocabulary = started_vocabulary(config)
+    if vocabulary is None:
+        vocabulary = draft_vocabulary(index.counts, config.draft_vocab_size, coverage)
     return TrainingData(
         training=index.training,
         held_out=index.held_out,
