@@ -26,6 +26,7 @@ from cluster.command import (
     one_line_errors,
 )
 from cluster.rollouts_command import rollouts
+from cluster.run_file import RunOption
 from cluster.train_command import train
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app = typer.Typer(
 
 @app.command()
 def generate(
+    run: RunOption = None,
     target: TargetOption = "smollm2",
     prompts: Annotated[
         str, typer.Option(help="gsm8k_train, gsm8k_test (both shipped), or a JSONL file with messages or prompt.")
@@ -70,7 +72,7 @@ def generate(
     with one_line_errors():
         from cluster import show
         from pipelines.generate import GenerateConfig
-        from pipelines.generate import generate as run
+        from pipelines.generate import generate as make
 
         config = GenerateConfig(
             target=target, prompts=prompts, output=output, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
@@ -80,7 +82,7 @@ def generate(
             max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0,
         )  # fmt: skip
         with show.stage(console, f"generate: {target} continues {prompts}", as_json) as stage:
-            report = run(config, stage.generate)
+            report = make(config, stage.generate)
         end(report, show.generate_table, as_json, f"draftloop train --target {target} --rollouts {report.output}")
 
 
@@ -90,6 +92,7 @@ app.command()(train)
 
 @app.command()
 def evaluate(
+    run: RunOption = None,
     target: TargetOption = "smollm2",
     drafter: Annotated[str, typer.Option(help="--output of train.")] = "draftloop-out/drafter",
     prompts: Annotated[
@@ -112,7 +115,7 @@ def evaluate(
     with one_line_errors():
         from cluster import show
         from pipelines.evaluate import EvaluateConfig
-        from pipelines.evaluate import evaluate as run
+        from pipelines.evaluate import evaluate as measure
 
         config = EvaluateConfig(
             target=target, drafter=drafter, prompts=prompts, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
@@ -120,12 +123,13 @@ def evaluate(
             device=device, cuda_graphs=cuda_graphs, output=output,
         )  # fmt: skip
         with show.stage(console, f"evaluate: {drafter} for {target} on {prompts}", as_json) as stage:
-            report = run(config, stage.evaluate)
+            report = measure(config, stage.evaluate)
         end(report, show.evaluation_table, as_json, f"draftloop serve --target {target} --drafter {drafter}")
 
 
 @app.command()
 def serve(
+    run: RunOption = None,
     target: TargetOption = "smollm2",
     drafter: Annotated[str | None, typer.Option(help="--output of train; without: plain decoding.")] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from other machines.")] = "127.0.0.1",

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 import typer
 
 from cluster.command import DtypeOption, JsonOption, TargetOption, console, end, fail, least_most, one_line_errors
+from cluster.run_file import RunOption
 
 
 def train(
+    run: RunOption = None,
     target: TargetOption = "smollm2",
     rollouts: Annotated[
         list[str], typer.Option(help="--output of generate; several: give the option several times.")
@@ -78,6 +80,7 @@ def train(
     micro_batches: Annotated[
         int | None, typer.Option(help="Parts of a step, shared out among workers.", show_default="one for each")
     ] = None,
+    row_tokens: Annotated[int, typer.Option(help="Sequences are packed into rows of so many tokens.")] = 512,
     anchors_per_sequence: Annotated[int, typer.Option(help="Draft blocks trained per sequence and step.")] = 20,
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
@@ -105,7 +108,7 @@ def train(
         from cluster import show
         from drafters.losses import LossConfig
         from pipelines.step_config import StepConfig
-        from pipelines.train import train as run
+        from pipelines.train import train as learn
         from pipelines.train_config import DFlashOptions, IndependentOptions, OnlineOptions, TrainConfig
 
         least, most = least_most(num_workers)
@@ -130,7 +133,7 @@ def train(
             ),
             steps=StepConfig(
                 epochs=epochs, learning_rate=learning_rate, tokens_per_step=tokens_per_step,
-                micro_batches=micro_batches,
+                micro_batches=micro_batches, row_tokens=row_tokens,
                 anchors_per_sequence=anchors_per_sequence, precision=precision, evaluations=evaluations, seed=seed,
                 loss=LossConfig(
                     kind=loss, weights=loss_weights, rho=rho, gamma=gamma,
@@ -138,7 +141,7 @@ def train(
             ),
         )  # fmt: skip
         with show.stage(console, f"train: a {show.KINDS[kind]} drafter for {target}", as_json) as stage:
-            report = run(config, stage.train)
+            report = learn(config, stage.train)
         end(report, show.train_table, as_json, f"draftloop evaluate --target {target} --drafter {report.output}")
         if report.parity_passed is False:
             fail(f"{report.parity_verdict} (kept in {report.output})", 1)
