@@ -65,6 +65,7 @@ class CurvePoint:
     skipped_sequences: int = 0  # so far, whose features were not finite
     learning_rate: float = 0.0  # of this step
     gradient_norm: float | None = None  # of this step, before clipping; None: not finite
+    ntp_loss: float | None = None  # joint regime: the trunk's next-token loss, mean since the last point
 
     @property
     def evaluated(self) -> bool:
@@ -79,10 +80,16 @@ class _Window:
     losses: list[float] = field(default_factory=list)
     correct_K: Tensor | int = 0
     known_K: Tensor | int = 0
+    extra: dict[str, list[float]] = field(default_factory=dict)  # further losses by the name of a point's field
+
+    def means(self) -> dict[str, Any]:
+        return {name: sum(values) / max(1, len(values)) for name, values in self.extra.items()}
 
 
 class Trainer:
     """Trains a bound module on its share of every step's packs. One per worker."""
+
+    EXTRA: tuple[str, ...] = ()  # fields of a point that `_backward` returns beside the usual ones
 
     def __init__(
         self,
@@ -116,6 +123,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
+        for group in self.optimizer.param_groups:
+            group["peak"] = config.learning_rate
         self.in_bfloat16 = multiplies_in_bfloat16(config.precision, self.device)
         # over all starts: optimiser steps taken, response tokens and sequences seen, seconds
         self.done = self.tokens = self.sequences = 0
@@ -163,8 +172,9 @@ class Trainer:
                 tau_by_category=by_category,
                 skipped_steps=self.skipped_steps,
                 skipped_sequences=self.skipped_sequences,
-                learning_rate=self._learning_rate(step),
+                learning_rate=self.config.learning_rate * self._schedule(step),
                 gradient_norm=self._gradient_norm,
+                **window.means(),
             )
             if step % 10 == 0 or measured:
                 window = _Window()
@@ -175,14 +185,15 @@ class Trainer:
         batches = [self._batch(step, pack) for pack in packs]
         labels_K = self._count(packs, batches)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(step)
+            group["lr"] = group["peak"] * self._schedule(step)
         self.optimizer.zero_grad(set_to_none=True)
-        sums = torch.zeros(1 + 2 * self.num_draft_tokens, device=self.device)
+        sums = torch.zeros(1 + 2 * self.num_draft_tokens + len(self.EXTRA), device=self.device)
         for number, batch in enumerate(batches, start=1):
             with self._in_sync(number == len(batches)):
                 sums += self._backward(replace(batch, step_labels_K=labels_K))
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
-        loss, correct_K, known_K = self.team.sum(sums).cpu().split([1, *[self.num_draft_tokens] * 2])
+        sizes = [1, self.num_draft_tokens, self.num_draft_tokens, len(self.EXTRA)]
+        loss, correct_K, known_K, extra = self.team.sum(sums).cpu().split(sizes)
         self._gradient_norm = float(norm) if bool(torch.isfinite(norm)) else None
         if self._gradient_norm is None:  # the same on every worker: gradients are the team's
             self._skip(step)
@@ -192,12 +203,17 @@ class Trainer:
         window.losses.append(float(loss))
         window.correct_K = window.correct_K + correct_K
         window.known_K = window.known_K + known_K
+        for name, value in zip(self.EXTRA, extra.tolist(), strict=True):
+            window.extra.setdefault(name, []).append(value)
 
     def _batch(self, step: int, pack: LanePack) -> TrainingBatch:
         """The lane's pack with anchors that follow from seed, step and lane."""
-        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) * 1009 + pack.lane)
+        generator = self._anchor_generator(step, pack)
         documents = [s.document(self.config.anchors_per_sequence, generator) for s in pack.sequences]
         return pack_documents(documents, self.config.row_tokens).to(self.device)
+
+    def _anchor_generator(self, step: int, pack: LanePack) -> torch.Generator:
+        return torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) * 1009 + pack.lane)
 
     def _count(self, packs: Sequence[LanePack], batches: Sequence[TrainingBatch]) -> Tensor:
         """[K] labels of the whole step that can be drafted; counts what the team saw. Raises TrainingFailedError."""
@@ -217,7 +233,7 @@ class Trainer:
         return total[: self.num_draft_tokens].float()
 
     def _backward(self, batch: TrainingBatch) -> Tensor:
-        """Add a batch's gradient; returns its part of the step's [loss, correct labels K, known labels K]."""
+        """Add a batch's gradient; returns its part of the step's [loss, correct labels K, known labels K, EXTRA]."""
         with warnings.catch_warnings(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bfloat16):
             # norms keep float32 weights: they are no matrix products
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -242,11 +258,11 @@ class Trainer:
                 "give a lower learning_rate, or precision float32"
             )
 
-    def _learning_rate(self, step: int) -> float:
-        """Linear warm-up, then cosine to zero at the last step (1-based)."""
+    def _schedule(self, step: int) -> float:
+        """Share of the peak learning rate: linear warm-up, then cosine to zero at the last step (1-based)."""
         warmup = max(1.0, self.config.warmup_fraction * self.total_steps)
         cosine = 0.5 * (1 + math.cos(math.pi * (step - 1) / self.total_steps))
-        return self.config.learning_rate * min(1.0, step / warmup) * cosine
+        return min(1.0, step / warmup) * cosine
 
     # -- expected tau -------------------------------------------------------------------------------------------------
 
@@ -255,7 +271,7 @@ class Trainer:
         categories = sorted({s.category for s in self.held_out})
         parts = {category: Acceptance() for category in categories}
         for sequence in self.held_out[self.team.rank :: self.team.world]:
-            parts[sequence.category].add(expected_acceptance(self.module, [sequence], self.num_draft_tokens))
+            parts[sequence.category].add(self._expected_of(sequence))
         whole, taus = Acceptance(), {}
         counts = torch.stack([_counts(parts[c], self.num_draft_tokens) for c in categories]) if categories else None
         for category, row in zip(categories, [] if counts is None else self.team.sum(counts), strict=True):
@@ -264,6 +280,9 @@ class Trainer:
             if part.tau is not None:
                 taus[category] = part.tau
         return whole, taus
+
+    def _expected_of(self, sequence: TrainingSequence) -> Acceptance:
+        return expected_acceptance(self.module, [sequence], self.num_draft_tokens)
 
 
 def _counts(acceptance: Acceptance, num_draft_tokens: int) -> Tensor:

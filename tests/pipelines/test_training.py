@@ -251,7 +251,7 @@ def test_loss_falls_and_acceptance_rises(kind, model, sequences):
 def test_learning_rate_warms_up_and_ends_near_zero(model, sequences):
     trainer = toy_trainer(toy_mtp(model), sequences, [], replace(CONFIG, epochs=80, warmup_fraction=0.1))
     trainer.total_steps = 200
-    rates = [trainer._learning_rate(step) for step in range(1, 201)]
+    rates = [CONFIG.learning_rate * trainer._schedule(step) for step in range(1, 201)]
     assert rates[0] == pytest.approx(CONFIG.learning_rate / 20)
     assert max(rates) <= CONFIG.learning_rate
     assert rates[19] == max(rates)
