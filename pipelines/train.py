@@ -10,41 +10,33 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
-from drafters.checkpoint import is_drafter
-from drafters.target import Target, load_target, mtp_target_layer_ids, target_fingerprint
+from drafters.target import Target, load_target, target_fingerprint
+from pipelines.drafter_folder import check_output, install
 from pipelines.evaluate import versions
 from pipelines.mask_token import mask_token
+from pipelines.online_setup import online_source, tapped_layers
 from pipelines.parity import ParityCase, run_parity
 from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.train_worker import DRAFTER, PARITY, REPORT, SCORE, WorkerArguments, train_worker
 from pipelines.training import CurvePoint
-from pipelines.training_data import TrainingData, check_sets, training_data
-from pipelines.training_log import METRICS, PLOT, TENSORBOARD
+from pipelines.training_data import check_sets, training_data
 from pipelines.warm_start import as_started, check_start
 
-if TYPE_CHECKING:
-    from pipelines.online_features import OnlineSource
-
-DRAFTER_FILES = {
-    "config.json", "model.safetensors", "provenance.json", "evaluation.json", METRICS, TENSORBOARD, PLOT,
-}  # fmt: skip
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
 MAX_FAILURES = 3  # workers that may die before the run gives up
 MAX_FAILED_STARTS = 10  # times that the workers may fail to start, such as for a cluster that grows too slowly
@@ -107,7 +99,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
         target_layer_ids=layers,
         target_fingerprint=target_fingerprint(target.path, layers),
         rollouts=[rollouts.uri for rollouts in sets],
-        online=_online(config, target, layers, [rollouts.uri for rollouts in sets], data),
+        online=online_source(config, target, layers, [rollouts.uri for rollouts in sets], data),
         data=data,
         mask_token_id=mask,
         board=board,
@@ -116,7 +108,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     with _Relay(board, on_progress):
         checkpoint = _fit(config, arguments, work, run_name(config, sets))
     with checkpoint.as_directory() as folder:
-        _install(Path(folder) / DRAFTER, output)
+        install(Path(folder) / DRAFTER, output)
         report = json.loads((Path(folder) / REPORT).read_text())
         cases = [ParityCase(**case) for case in json.loads((Path(folder) / PARITY).read_text())]
     device = "cuda" if config.use_gpu and torch.cuda.is_available() else "cpu"
@@ -161,54 +153,6 @@ def _fit(config: TrainConfig, arguments: WorkerArguments, work: Path, name: str)
     return result.checkpoint
 
 
-def tapped_layers(config: TrainConfig, target: Target, rollouts: RolloutSet) -> tuple[int, ...]:
-    """The layers that condition the drafter: those of the rollouts' features, or online the wanted ones."""
-    if config.online is None:
-        return rollouts.metadata.target_layer_ids
-    layers = config.online.target_layer_ids
-    if layers is None:
-        return mtp_target_layer_ids(target.num_layers, config.online.num_taps)
-    layers = tuple(sorted(set(layers)))
-    if not 0 <= layers[0] <= layers[-1] < target.num_layers:
-        raise TrainError(f"target_layer_ids {list(layers)} do not fit; give layers from 0 to {target.num_layers - 1}")
-    return layers
-
-
-def _online(
-    config: TrainConfig, target: Target, layers: tuple[int, ...], rollouts: list[str], data: TrainingData
-) -> OnlineSource | None:
-    """What target actors are told; None offline."""
-    if config.online is None:
-        return None
-    from pipelines.features import FeatureTarget
-    from pipelines.online_features import FeatureActors, OnlineSource
-
-    online = config.online
-    longest = max(length for chunk in (*data.training, *data.held_out) for length in chunk.lengths)
-    return OnlineSource(
-        rollouts=rollouts,
-        target=FeatureTarget(
-            target=config.target,
-            path=str(target.path.absolute()),
-            target_layer_ids=layers,
-            fingerprint=target_fingerprint(target.path, layers),
-            dtype=online.dtype,
-            backend=online.backend,
-            device="cuda" if online.gpus_per_actor else "cpu",
-            batch=online.batch,
-            max_len=min(target.max_len, longest + 1),
-            num_threads=online.threads_per_actor,
-        ),
-        actors=FeatureActors(
-            least=online.num_actors[0],
-            most=online.num_actors[1],
-            cpus=online.cpus_per_actor,
-            gpus=online.gpus_per_actor,
-            resources=dict(online.resources),
-        ),
-    )
-
-
 def check_taps(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> None:
     """Raise TrainError if the loss needs the target's logits, which only its last layer's features give."""
     last = target.num_layers - 1
@@ -217,22 +161,6 @@ def check_taps(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> No
             f"loss is kl, which needs the features of the target's last layer ({last}), and the rollouts tap "
             f"{', '.join(map(str, taps))}; generate them with that layer, or give the cross_entropy loss"
         )
-
-
-def check_output(output: Path) -> None:
-    """Refuse to replace anything but an older drafter, such as a target's folder. Raises TrainError."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        names = {p.name for p in output.iterdir() if not p.name.startswith(".")} if output.exists() else set()
-    except OSError as error:
-        raise TrainError(f"output {output} cannot be used ({error.strerror}); give a new or empty folder") from None
-    foreign = sorted(names - DRAFTER_FILES)
-    if names and not foreign and not is_drafter(output):
-        foreign = ["config.json"]
-    if foreign:
-        raise TrainError(f"output {output} holds other files ({foreign[0]}); give a new or empty folder")
-    if not os.access(output.parent, os.W_OK):
-        raise TrainError(f"output {output} cannot be written; give a folder that you may write to")
 
 
 def check_resources(config: TrainConfig) -> None:
@@ -259,19 +187,6 @@ def run_name(config: TrainConfig, sets: list[RolloutSet]) -> str:
     """Names a run by all that decides its weights, so that only the same run is continued."""
     facts = asdict(config) | {"output": None, "rollouts": [rollouts.manifest_sha256 for rollouts in sets]}
     return "train-" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _install(folder: Path, output: Path) -> None:
-    """Move a finished checkpoint to its place, whole."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    shutil.copytree(folder, staged / "new")
-    if output.exists():
-        os.replace(output, staged / "old")
-        for hidden in (staged / "old").glob(".*"):  # a file browser's or an editor's: no part of the drafter
-            os.replace(hidden, staged / "new" / hidden.name)
-    os.replace(staged / "new", output)
-    shutil.rmtree(staged)
 
 
 def _cause(error: BaseException) -> str:

@@ -19,12 +19,13 @@ from drafters.checkpoint import load_module, read_provenance
 from drafters.losses import LossConfig
 from drafters.target import target_fingerprint
 from pipelines import train as train_stage
+from pipelines.drafter_folder import check_output, install
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.generate import generate
 from pipelines.generate_config import GenerateConfig
 from pipelines.rollout_store import RolloutError, RolloutStore, open_rollouts, shard_name
 from pipelines.step_config import StepConfig
-from pipelines.train import TrainReport, check_output, train
+from pipelines.train import TrainReport, train
 from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
 from pipelines.train_worker import WorkerArguments
 from pipelines.training import CurvePoint, Trainer
@@ -341,7 +342,7 @@ def test_hidden_files_in_the_output_are_kept(tmp_path: Path):
         folder.mkdir()
         (folder / name).write_text(name)
     check_output(output)
-    train_stage._install(new, output)
+    install(new, output)
     assert sorted(p.name for p in output.iterdir()) == [".DS_Store", "config.json"]
 
 
