@@ -29,6 +29,14 @@ from cluster.rollouts_command import rollouts
 from cluster.run_file import RunOption
 from cluster.train_command import train
 
+ChatTemplateOption = Annotated[str | None, typer.Option(help="Jinja file in place of the target's own chat template.")]
+SystemOption = Annotated[
+    str | None, typer.Option(help="System turn for chats that have none; raw prompts stay as they are.")
+]
+ThinkingOption = Annotated[
+    Literal["default", "on", "off"], typer.Option(help="Told to the chat template as enable_thinking.")
+]
+
 app = typer.Typer(
     name="draftloop",
     help="Lossless speculative decoding that keeps itself fast. Newcomers: draftloop quickstart.",
@@ -43,12 +51,19 @@ def generate(
     run: RunOption = None,
     target: TargetOption = "smollm2",
     prompts: Annotated[
-        str, typer.Option(help="gsm8k_train, gsm8k_test (both shipped), or a JSONL file with messages or prompt.")
+        str,
+        typer.Option(
+            help="gsm8k_train, gsm8k_test (both shipped), or .jsonl, .jsonl.gz and .parquet with messages, prompt or "
+            "turns: a path, an s3:// address, or a pattern in quotes ('prompts/*.jsonl')."
+        ),
     ] = "gsm8k_train",
     output: Annotated[str, typer.Option(help="Folder of the rollouts, local or s3://.")] = "draftloop-out/rollouts",
     limit: Annotated[int | None, typer.Option(help="Use only so many prompts.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap raw prompt rows into a user turn.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Most response tokens per prompt.")] = 128,
+    chat_template: ChatTemplateOption = None,
+    system: SystemOption = None,
+    thinking: ThinkingOption = "default",
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="1: all.")] = 1.0,
@@ -73,11 +88,12 @@ def generate(
         from cluster import show
         from pipelines.generate import GenerateConfig
         from pipelines.generate import generate as make
+        from serving.chat_options import ChatOptions
 
         config = GenerateConfig(
             target=target, prompts=prompts, output=output, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, with_features=features, num_taps=taps,
-            features_dtype=features_dtype,
+            chat_options=ChatOptions.read(chat_template, system, thinking), temperature=temperature, top_k=top_k,
+            top_p=top_p, seed=seed, with_features=features, features_dtype=features_dtype, num_taps=taps,
             dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=least_most(num_actors),
             max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0,
         )  # fmt: skip
@@ -135,6 +151,9 @@ def serve(
     host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     model_name: Annotated[str | None, typer.Option(help="What clients ask for; default: the target's name.")] = None,
+    chat_template: ChatTemplateOption = None,
+    system: SystemOption = None,
+    thinking: ThinkingOption = "default",
     num_draft_tokens: Annotated[
         int, typer.Option(min=0, help="Most drafts per round, or depth of a tree; 0: decode plainly.")
     ] = 5,
@@ -158,6 +177,7 @@ def serve(
         settings: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
         config = ServeConfig(
             target=target, drafter=drafter, host=host, port=port, model_name=model_name,
+            chat_template=chat_template, system=system, thinking=thinking,
             num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes, adapt_draft_length=adapt, num_slots=num_slots,
             max_len=max_len, num_replicas=num_replicas, cuda_graphs=cuda_graphs,
             **settings,

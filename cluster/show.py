@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -92,7 +92,8 @@ def as_json(report: Any) -> str:
     return json.dumps(asdict(report))
 
 
-def generate_table(report: GenerateReport) -> Table:
+def generate_table(report: GenerateReport) -> RenderableType:
+    """The facts and, where rows were rejected, how many for which reason."""
     table = _facts("rollouts")
     table.add_row("sequences", f"{report.rows:,} ({report.rejected} rejected)")
     table.add_row("response tokens", f"{report.response_tokens:,}")
@@ -101,7 +102,14 @@ def generate_table(report: GenerateReport) -> Table:
     if report.tokens_per_s:
         table.add_row("speed", f"{report.tokens_per_s:,.0f} tok/s over {report.seconds:.0f} s, start included")
     table.add_row("folder", escape(report.output))
-    return table
+    if not report.rejected_by_kind:
+        return table
+    reasons = Table(title="rejected rows (each is in rejects.jsonl)", title_justify="left", title_style="bold")
+    reasons.add_column("reason", style="cyan")
+    reasons.add_column("rows", justify="right")
+    for kind, count in report.rejected_by_kind.items():
+        reasons.add_row(escape(kind), f"{count:,}")
+    return Group(table, reasons)
 
 
 def train_table(report: TrainReport) -> Table:

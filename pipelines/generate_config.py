@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipelines.cores import usable_cores
 from pipelines.feature_codec import ENGINE_DTYPE, FEATURE_DTYPES
+from serving.chat_options import ChatOptions
 from serving.engine.sampling import Sampling
 
 
@@ -19,12 +20,13 @@ class GenerateConfig:
     """What to generate, and with what. Fields up to `threads_per_actor` decide the bytes."""
 
     target: str = "smollm2"  # name, Hugging Face id, folder or .gguf file
-    prompts: str = "gsm8k_train"  # shipped set, path or URI of a .jsonl(.gz) file
+    prompts: str = "gsm8k_train"  # shipped set, or path, URI or pattern of .jsonl, .jsonl.gz and .parquet files
     output: str = "rollouts"  # folder or s3:// address of the rollout set
     limit: int | None = None  # accepted prompt rows to use; None: all
     chat: bool = False  # wrap raw `prompt` rows into a user turn of the chat template
+    chat_options: ChatOptions = field(default_factory=ChatOptions)  # another template, a system turn, thinking
     max_prompt_tokens: int | None = None  # longer prompts are rejected; None: what the target's context leaves
-    max_new_tokens: int = 128  # most response tokens per prompt
+    max_new_tokens: int = 128  # most tokens of a reply; rows of several turns get as many replies
     temperature: float = 0.0  # 0: the target's argmax
     top_k: int = 0  # keep the k most probable tokens; 0: all
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches p

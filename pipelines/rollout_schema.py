@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipelines.feature_codec import decode_features, encode_features
+from serving.chat_options import ChatOptions
 
 SCHEMA_VERSION = 1  # of sets without int8 features
 INT8_SCHEMA_VERSION = 2
@@ -83,16 +84,20 @@ class RolloutMetadata:
     tokenizer_hash: str
     chat_template_hash: str
     target_layer_ids: tuple[int, ...]  # from 0 at the first decoder layer's output; () without features
+    chat_options: ChatOptions = field(default_factory=ChatOptions)  # written where they are not the defaults
     schema_version: int = SCHEMA_VERSION
     code_version: str = field(default_factory=lambda: code_version())
 
     def as_json(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "chat_options"}
+        if self.chat_options != ChatOptions():  # without them the bytes are those of sets that know no options
+            values["chat_options"] = self.chat_options.as_json()
         return values | {"target_layer_ids": list(self.target_layer_ids)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RolloutMetadata:
-        known = {f.name: values[f.name] for f in fields(cls)}
+        known = {f.name: values[f.name] for f in fields(cls) if f.name != "chat_options"}
+        known["chat_options"] = ChatOptions.from_json(values.get("chat_options", {}))
         return cls(**known | {"target_layer_ids": tuple(values["target_layer_ids"])})
 
 
