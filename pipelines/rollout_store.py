@@ -133,7 +133,7 @@ class RolloutStore:
             name=name,
             rows=len(rollouts),
             prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
-            response_tokens=sum(len(r.response_ids) for r in rollouts),
+            response_tokens=sum(sum(r.loss_mask) for r in rollouts),  # what a user said in between is none
             bytes=data.size,
             sha256=hashlib.sha256(data).hexdigest(),
             rejected=list(rejected),

@@ -232,6 +232,7 @@ def _finish(folder: Path, trainer: Trainer, sets: list[RolloutSet], story: Story
         "target": metadata.target,
         "target_fingerprint": arguments.target_fingerprint,
         "chat_template_hash": metadata.chat_template_hash,
+        "chat_options": metadata.chat_options.as_json(),
         "rollouts": [{"uri": rollouts.uri, "manifest_sha256": rollouts.manifest_sha256} for rollouts in sets],
         "command": "draftloop train",
         "config": asdict(config),

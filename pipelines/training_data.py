@@ -22,7 +22,7 @@ from pipelines.train_config import DRAFT_VOCAB_COVERAGE, TrainConfig, TrainError
 from pipelines.training_sequence import TrainingSequence
 from pipelines.warm_start import started_vocabulary
 
-ALIKE = ("tokenizer_hash", "chat_template_hash")  # in what several sets must agree
+ALIKE = ("tokenizer_hash", "chat_template_hash", "chat_options")  # in what several sets must agree
 ALIKE_IN_FEATURES = ("target_layer_ids", "target_fingerprint")  # and in what, where their features are read
 CHUNKS_AHEAD = 2  # that are read while others are trained on
 
