@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.data import SHIPPED, shipped
 from pipelines.prompt_rows import COLUMNS, FORMS, BadRowError, in_words
+from pipelines.remote import open_filesystem, patiently
 
 UTF8_BOM = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -100,10 +100,10 @@ def _names(spec: str) -> list[str]:
             if found and not names:
                 raise IsADirectoryError(path)
         else:
-            fs, root = fsspec.core.url_to_fs(path)
-            if fs.exists(root):
+            fs, root = open_filesystem(path)
+            if patiently(lambda: fs.exists(root)):
                 return [path]
-            entries = fs.glob(root, detail=True).values()
+            entries = patiently(lambda: fs.glob(root, detail=True)).values()
             names = [fs.unstrip_protocol(entry["name"]) for entry in entries if entry["type"] != "directory"]
     except Exception as error:
         raise _unreadable(spec, error) from error
@@ -148,9 +148,8 @@ def _read(name: str, spec: str) -> bytes:
     """The file's bytes, unpacked if its name ends in .gz."""
     shown = spec if spec in SHIPPED else name
     try:
-        fs, path = fsspec.core.url_to_fs(name)
-        with fs.open(path, "rb") as stream:
-            data = bytes(stream.read())
+        fs, path = open_filesystem(name)
+        data = bytes(patiently(lambda: fs.cat_file(path)))
         if name.lower().endswith(".gz"):
             data = gzip.decompress(data)
     except (gzip.BadGzipFile, EOFError, zlib.error):

@@ -147,7 +147,7 @@ def read_rows(
     """Rows of a shard by their places, ascending; only the row groups that hold them are read. Raises RolloutError."""
     name = rollouts.manifest.shards[shard].name
     try:
-        with rollouts.folder.fs.open(rollouts.folder.path(name), "rb") as stream:
+        with rollouts.folder.open(name) as stream:
             file = pq.ParquetFile(stream)
             names = file.schema_arrow.names
             columns = names if with_features else [name for name in names if not name.startswith("features")]
@@ -168,7 +168,7 @@ def _token_rows(rollouts: RolloutSet, shard: int) -> Iterator[tuple[np.ndarray, 
     """(prompt ids, response ids, loss mask) of every row of a shard. Raises RolloutError."""
     name = rollouts.manifest.shards[shard].name
     try:
-        with rollouts.folder.fs.open(rollouts.folder.path(name), "rb") as stream:
+        with rollouts.folder.open(name) as stream:
             for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024, columns=INDEX_COLUMNS):
                 yield from zip(*(_lists(batch.column(column)) for column in INDEX_COLUMNS), strict=True)
     except (OSError, pa.ArrowException) as error:

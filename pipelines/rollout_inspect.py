@@ -224,7 +224,7 @@ def _read_shard(folder: AtomicFolder, shard: ShardRecord, options: InspectOption
     try:
         if options.check and file_sha256(folder, shard.name) != shard.sha256:
             raise _DamagedError("differs from its checksum")
-        with folder.fs.open(folder.path(shard.name), "rb") as stream:
+        with folder.open(shard.name) as stream:
             tally = tally_shard(stream, options.sample)
     except (OSError, pa.ArrowException, KeyError) as error:
         raise _DamagedError(f"cannot be read ({reason(error)})") from error

@@ -218,7 +218,7 @@ class RolloutSet:
 
     def _read_shard(self, shard: ShardRecord, with_features: bool) -> Iterator[Rollout]:
         try:
-            with self.folder.fs.open(self.folder.path(shard.name), "rb") as stream:
+            with self.folder.open(shard.name) as stream:
                 file = pq.ParquetFile(stream)
                 names = file.schema_arrow.names
                 columns = names if with_features else [name for name in names if not name.startswith("features")]
@@ -247,7 +247,7 @@ class RolloutSet:
 def file_sha256(folder: AtomicFolder, name: str) -> str:
     """The checksum of a file, read piece by piece."""
     digest = hashlib.sha256()
-    with folder.fs.open(folder.path(name), "rb") as stream:
+    with folder.open(name) as stream:
         while block := stream.read(READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
