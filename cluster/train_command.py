@@ -87,6 +87,11 @@ def train(
         typer.Option(help="Of matrix products; weights stay in float32. auto: bfloat16 where the device has it."),
     ] = "auto",
     evaluations: Annotated[int, typer.Option(min=1, help="Times that expected tau is measured.")] = 5,
+    regime: Annotated[
+        Literal["frozen", "joint"], typer.Option(help="joint: the target learns too (MTP only), into OUTPUT/trunk.")
+    ] = "frozen",
+    beta: Annotated[float, typer.Option(help="joint: weight of the heads' loss beside the target's own.")] = 0.3,
+    trunk_learning_rate: Annotated[float, typer.Option(help="joint: peak, of the target's weights.")] = 2e-5,
     online: Annotated[
         bool, typer.Option("--online", help="Target actors compute features on the way; only tokens are read.")
     ] = False,
@@ -109,7 +114,7 @@ def train(
         from drafters.losses import LossConfig
         from pipelines.step_config import StepConfig
         from pipelines.train import train as learn
-        from pipelines.train_config import DFlashOptions, IndependentOptions, OnlineOptions, TrainConfig
+        from pipelines.train_config import DFlashOptions, IndependentOptions, JointOptions, OnlineOptions, TrainConfig
 
         least, most = least_most(num_workers)
         online_options = None
@@ -121,6 +126,7 @@ def train(
             target=target, rollouts=tuple(rollouts), output=output, kind=kind, num_draft_tokens=num_draft_tokens,
             draft_vocab_coverage=draft_vocab_coverage, draft_vocab_size=draft_vocab_size,
             rollout_weights=tuple(weight or ()), init_from=init_from, online=online_options,
+            joint=JointOptions(beta=beta, trunk_learning_rate=trunk_learning_rate) if regime == "joint" else None,
             num_workers=most, min_workers=least if least < most else None, use_gpu=gpu,
             independent=IndependentOptions(
                 own_lm_head=own_lm_head, shared_trunk=shared_trunk, anchor_embedding=anchor_embedding

@@ -8,11 +8,12 @@ import tempfile
 from pathlib import Path
 
 from drafters.checkpoint import is_drafter
+from pipelines.joint_setup import TRUNK
 from pipelines.train_config import TrainError
 from pipelines.training_log import METRICS, PLOT, TENSORBOARD
 
 DRAFTER_FILES = {
-    "config.json", "model.safetensors", "provenance.json", "evaluation.json", METRICS, TENSORBOARD, PLOT,
+    "config.json", "model.safetensors", "provenance.json", "evaluation.json", METRICS, TENSORBOARD, PLOT, TRUNK,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from drafters.target import Target, mtp_target_layer_ids, target_fingerprint
 from pipelines.rollout_store import RolloutSet
-from pipelines.train_config import TrainConfig, TrainError
+from pipelines.train_config import OnlineOptions, TrainConfig, TrainError
 from pipelines.training_data import TrainingData
 
 if TYPE_CHECKING:
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 
 def tapped_layers(config: TrainConfig, target: Target, rollouts: RolloutSet) -> tuple[int, ...]:
-    """The layers that condition the drafter: those of the rollouts' features, or online the wanted ones."""
-    if config.online is None:
+    """The layers that condition the drafter: those of the rollouts' features or, of tokens alone, the wanted ones."""
+    if config.online is None and config.joint is None:
         return rollouts.metadata.target_layer_ids
-    layers = config.online.target_layer_ids
+    options = config.online or OnlineOptions()
+    layers = options.target_layer_ids
     if layers is None:
-        return mtp_target_layer_ids(target.num_layers, config.online.num_taps)
+        return mtp_target_layer_ids(target.num_layers, options.num_taps)
     layers = tuple(sorted(set(layers)))
     if not 0 <= layers[0] <= layers[-1] < target.num_layers:
         raise TrainError(f"target_layer_ids {list(layers)} do not fit; give layers from 0 to {target.num_layers - 1}")

@@ -120,21 +120,23 @@ class _Scan:
         self.usable += 1
 
 
-def read_chunk(sets: Sequence[RolloutSet], chunk: Chunk) -> list[TrainingSequence]:
-    """The sequences of a chunk's rows, with their features. Raises RolloutError."""
+def read_chunk(sets: Sequence[RolloutSet], chunk: Chunk, *, with_features: bool = True) -> list[TrainingSequence]:
+    """The sequences of a chunk's rows. Raises RolloutError."""
     rollouts, shard = shards_of(sets)[chunk.shard]
-    return [training_sequence(rollout) for rollout in read_rows(rollouts, shard, chunk.rows)]
+    rows = read_rows(rollouts, shard, chunk.rows, with_features=with_features)
+    return [training_sequence(rollout) for rollout in rows]
 
 
 def training_sequence(rollout: Rollout) -> TrainingSequence:
-    """A rollout with features as the trainer sees it."""
-    assert rollout.features_TF is not None
+    """A rollout as the trainer sees it; features without width if it has none."""
+    tokens = len(rollout.prompt_ids) + len(rollout.response_ids)
+    features_TF = torch.zeros(tokens - 1, 0) if rollout.features_TF is None else rollout.features_TF
     spans = spans_of(rollout.loss_mask)
-    whole = ((len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout.response_ids)),)
+    whole = ((len(rollout.prompt_ids), tokens),)
     return TrainingSequence(
         torch.tensor(rollout.prompt_ids + rollout.response_ids),
         len(rollout.prompt_ids),
-        rollout.features_TF,
+        features_TF,
         rollout.category,
         rollout.temperature == 0,
         () if spans == whole else spans,

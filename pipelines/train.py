@@ -26,6 +26,7 @@ from ray.train.torch import TorchTrainer
 from drafters.target import Target, load_target, target_fingerprint
 from pipelines.drafter_folder import check_output, install
 from pipelines.evaluate import versions
+from pipelines.joint_setup import TRUNK, own_cases
 from pipelines.mask_token import mask_token
 from pipelines.online_setup import online_source, tapped_layers
 from pipelines.parity import ParityCase, run_parity
@@ -57,6 +58,7 @@ class TrainReport:
     skipped_sequences: int  # whose features were not finite, repeats counted
     seconds: float  # Ray's start included
     best_step: int  # at which expected tau was best: the drafter is of that step
+    ntp_loss: float | None  # joint regime: of the trained trunk on the held-out sequences
     loss: float
     accuracy_by_position: list[float]
     expected_tau: float | None  # on the held-out sequences
@@ -80,7 +82,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     started = time.monotonic()
     config = as_started(config)
     target = load_target(config.target)
-    sets = check_sets(config.rollouts, target, online=config.online is not None)
+    sets = check_sets(config.rollouts, target, tokens_only=config.tokens_only)
     layers = tapped_layers(config, target, sets[0])
     check_taps(config, target, layers)
     check_start(config, layers)
@@ -112,7 +114,12 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
         report = json.loads((Path(folder) / REPORT).read_text())
         cases = [ParityCase(**case) for case in json.loads((Path(folder) / PARITY).read_text())]
     device = "cuda" if config.use_gpu and torch.cuda.is_available() else "cpu"
-    parity = run_parity(target.path, output, cases, config.drafts(), device)
+    served = target.path
+    if config.joint is not None:
+        served = output / TRUNK
+        prompts = [case.prompt_ids for case in cases]
+        cases = own_cases(served, output, prompts, config.drafts(), device)
+    parity = run_parity(served, output, cases, config.drafts(), device)
     shutil.rmtree(work, ignore_errors=True)  # not before: the same command goes on at the gate, if that was interrupted
     return TrainReport(
         **report,

@@ -44,6 +44,14 @@ class DFlashOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JointOptions:
+    """What only the joint regime has: trunk and heads learn together, L_NTP + beta * L_MTP."""
+
+    beta: float = 0.3  # weight of the heads' loss
+    trunk_learning_rate: float = 2e-5  # peak, of the trunk's own weights
+
+
+@dataclass(frozen=True, kw_only=True)
 class OnlineOptions:
     """What only online training has: the target actors that compute features while the drafter trains."""
 
@@ -70,6 +78,7 @@ class TrainConfig:
     num_draft_tokens: int | None = None  # K, drafts that an MTP drafter is trained for; None: 5
     draft_vocab_coverage: float | None = None  # share of unseen response tokens that can be drafted; None: 0.95
     draft_vocab_size: int | None = None  # in place of the coverage: so many tokens can be drafted; 0: all
+    joint: JointOptions | None = None  # the target is trained too, into a new one; None: it stays as it is (frozen)
     online: OnlineOptions | None = None  # features are computed on the way; None: they are read from the rollouts
     independent: IndependentOptions = field(default_factory=IndependentOptions)
     dflash: DFlashOptions = field(default_factory=DFlashOptions)
@@ -94,6 +103,11 @@ class TrainConfig:
         self._check_belonging()
         _check_loss(self.steps.loss, blocks=self.kind == "dflash")
 
+    @property
+    def tokens_only(self) -> bool:
+        """Whether features that rollouts may have are left alone."""
+        return self.online is not None or self.joint is not None
+
     def drafts(self) -> int:
         """K, whatever the kind."""
         if self.kind == "dflash":
@@ -117,6 +131,7 @@ class TrainConfig:
             ("selector_top_k", block.selector_top_k, block.selector_top_k >= 0, "0 for no selector, or more"),
             ("conv_kernel_size", block.conv_kernel_size, block.conv_kernel_size >= 0, "0 for none, or more"),
             *self._online_checks(),
+            *self._joint_checks(),
             ("held_out", self.held_out, 0 < self.held_out < 1, "a share between 0 and 1"),
             ("parity_prompts", self.parity_prompts, self.parity_prompts >= 1, "at least 1"),
             ("cache_bytes", self.cache_bytes, self.cache_bytes >= 0, "0 or more"),
@@ -127,6 +142,19 @@ class TrainConfig:
             ("rollout_weights", weights, len(weights) in (0, len(self.rollouts)), "one for each of the rollouts"),
             ("rollout_weights", weights, all(0 < w < math.inf for w in weights), "numbers above 0"),
             ("save_every_steps", self.save_every_steps, self.save_every_steps >= 1, "at least 1"),
+        )
+
+    def _joint_checks(self) -> tuple[tuple[str, Any, bool, str], ...]:
+        joint = self.joint
+        if joint is None:
+            return ()
+        rate = joint.trunk_learning_rate
+        return (
+            ("beta", joint.beta, 0 <= joint.beta < math.inf, "0 or more"),
+            ("trunk_learning_rate", rate, 0 < rate < math.inf, "more than 0"),
+            ("kind", self.kind, self.kind != "dflash", "recursive or independent: the joint regime trains MTP heads"),
+            ("online", self.online, self.online is None, "no --online: a trunk puts out its features itself"),
+            ("init_from", self.init_from, self.init_from is None, "none: the joint regime begins with fresh heads"),
         )
 
     def _online_checks(self) -> tuple[tuple[str, Any, bool, str], ...]:

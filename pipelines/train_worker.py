@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,9 +19,11 @@ from torch import Tensor
 from drafters.checkpoint import save_checkpoint
 from drafters.drafter_module import DrafterModule
 from drafters.losses import FinalNorm
-from drafters.target import shared_weights
+from drafters.target import shared_weights, target_fingerprint
 from pipelines.cores import usable_cores
 from pipelines.fresh_drafter import fresh_drafter, scale_taps
+from pipelines.joint_setup import TRUNK, joint_module, save_trunk
+from pipelines.joint_trainer import JointTrainer
 from pipelines.pack_source import Fetch, PackSource
 from pipelines.parity import parity_cases
 from pipelines.rollout_store import RolloutSet
@@ -65,7 +68,7 @@ def train_worker(packed: dict[str, WorkerArguments]) -> None:
     context = ray_train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(config.threads_per_worker or max(1, usable_cores() // world))
-    sets = open_sets(arguments.rollouts, online=arguments.online is not None)
+    sets = open_sets(arguments.rollouts, tokens_only=config.tokens_only)
     trainer = _trainer(arguments, sets, rank, world)
     story = _restore(trainer)
     for point in trainer.run():
@@ -84,10 +87,12 @@ def _save(
     """Hand the state over to Ray; with the last step, the finished drafter too. A barrier: all workers, same step."""
     with tempfile.TemporaryDirectory() as name:
         checkpoint, folder = None, Path(name)
+        last = point.step == point.total_steps
+        ntp_loss = trainer.held_out_loss() if last and isinstance(trainer, JointTrainer) else None
         if trainer.team.rank == 0:
             torch.save(trainer.state_dict() | story.state_dict(), folder / STATE)
-            if point.step == point.total_steps:
-                _finish(folder, trainer, sets, story, arguments)
+            if last:
+                _finish(folder, trainer, sets, story, arguments, ntp_loss)
             digest = hashlib.sha256((folder / STATE).read_bytes()).hexdigest()
             (folder / COMPLETE).write_text(json.dumps({"step": point.step, "sha256": digest}))
             checkpoint = Checkpoint.from_directory(name)
@@ -136,11 +141,13 @@ def _trainer(arguments: WorkerArguments, sets: list[RolloutSet], rank: int, worl
     else:
         vocabulary = torch.tensor(data.draft_vocab_ids)
         module = fresh_drafter(config, target_path, layers, vocabulary, arguments.mask_token_id)
-        scale_taps(module, first_sequences(fetch, data.training, TAP_SEQUENCES))
+        if not config.joint:
+            scale_taps(module, first_sequences(fetch, data.training, TAP_SEQUENCES))
     module.to(get_device())
-    forward: torch.nn.Module = module
+    joint = joint_module(module, target_path, get_device()) if config.joint else None
+    forward: torch.nn.Module = joint or module
     if world > 1:  # the borrowed weights are large and equal everywhere: never broadcast buffers
-        forward = torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
+        forward = torch.nn.parallel.DistributedDataParallel(forward, broadcast_buffers=False)
     last_chunks = range(len(data.training), len(data.training) + len(data.held_out))
     held_out = [sequence for _, rows in fetch(last_chunks) for sequence in rows]
     features = held_out[0].features
@@ -149,8 +156,11 @@ def _trainer(arguments: WorkerArguments, sets: list[RolloutSet], rank: int, worl
         fetch,
         keep_tokens=config.cache_bytes / max(1, features.element_size() * features.shape[1]),
     )
-    norm = _final_norm(target_path) if config.steps.loss.kind == "kl" else None
     team = Team(rank, world, _sum_over_workers if world > 1 else lambda tensor: tensor)
+    if joint is not None and config.joint is not None:
+        options = {"beta": config.joint.beta, "trunk_learning_rate": config.joint.trunk_learning_rate}
+        return JointTrainer(joint, source, held_out, config.steps, team=team, forward=forward, **options)
+    norm = _final_norm(target_path) if config.steps.loss.kind == "kl" else None
     return Trainer(module, source, held_out, config.steps, team=team, forward=forward, final_norm=norm)
 
 
@@ -158,7 +168,7 @@ def _fetch(arguments: WorkerArguments, sets: list[RolloutSet]) -> Fetch:
     """Training chunks come first, held-out ones after them."""
     chunks = [*arguments.data.training, *arguments.data.held_out]
     if arguments.online is None:
-        return fetch_from(sets, chunks)
+        return fetch_from(sets, chunks, with_features=not arguments.config.tokens_only)
     from pipelines.online_features import fetch_online
 
     return fetch_online(arguments.online, chunks)
@@ -200,13 +210,25 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return torch.load(folder / STATE, weights_only=True, map_location="cpu")
 
 
-def _finish(folder: Path, trainer: Trainer, sets: list[RolloutSet], story: Story, arguments: WorkerArguments) -> None:
+def _finish(
+    folder: Path,
+    trainer: Trainer,
+    sets: list[RolloutSet],
+    story: Story,
+    arguments: WorkerArguments,
+    ntp_loss: float | None,
+) -> None:
     """Write the best drafter of the run and its report into the last checkpoint."""
     config, data = arguments.config, arguments.data
     module, best, metadata = trainer.module, story.best, sets[0].metadata
     assert best is not None, "the last step is evaluated"
-    module.load_state_dict(story.best_weights)
-    steps = story.points[-1]
+    steps, fingerprint = story.points[-1], arguments.target_fingerprint
+    if isinstance(trainer, JointTrainer):  # the trunk is that of the last step, and so is its module
+        best = steps
+        save_trunk(trainer.joint.trunk, Path(arguments.target_path), folder / TRUNK)
+        fingerprint = target_fingerprint(folder / TRUNK, arguments.target_layer_ids)
+    else:
+        module.load_state_dict(story.best_weights)
     vocabulary = {
         "draft_vocab_size": len(module.draft_vocab_ids),
         "draft_vocab_coverage": data.held_out_coverage or 0.0,
@@ -221,6 +243,7 @@ def _finish(folder: Path, trainer: Trainer, sets: list[RolloutSet], story: Story
         "best_step": best.step,
         "skipped_steps": steps.skipped_steps,
         "skipped_sequences": steps.skipped_sequences,
+        "ntp_loss": ntp_loss,
         "loss": best.loss,
         "accuracy_by_position": best.accuracy_by_position,
         "expected_tau": best.expected_tau,
@@ -230,7 +253,7 @@ def _finish(folder: Path, trainer: Trainer, sets: list[RolloutSet], story: Story
     }
     provenance = {
         "target": metadata.target,
-        "target_fingerprint": arguments.target_fingerprint,
+        "target_fingerprint": fingerprint,
         "chat_template_hash": metadata.chat_template_hash,
         "chat_options": metadata.chat_options.as_json(),
         "rollouts": [{"uri": rollouts.uri, "manifest_sha256": rollouts.manifest_sha256} for rollouts in sets],
@@ -251,3 +274,5 @@ def _finish(folder: Path, trainer: Trainer, sets: list[RolloutSet], story: Story
     cases = parity_cases(module, trainer.held_out, trainer.num_draft_tokens, config.parity_prompts)
     (folder / PARITY).write_text(json.dumps([asdict(case) for case in cases]))
     write_log(folder / DRAFTER, story.points)
+    if isinstance(trainer, JointTrainer):
+        os.replace(folder / TRUNK, folder / DRAFTER / TRUNK)

@@ -72,14 +72,14 @@ def training_data(config: TrainConfig, sets: Sequence[RolloutSet], target: Targe
     )
 
 
-def fetch_from(sets: Sequence[RolloutSet], chunks: Sequence[Chunk]) -> Fetch:
+def fetch_from(sets: Sequence[RolloutSet], chunks: Sequence[Chunk], *, with_features: bool = True) -> Fetch:
     """Reads chunks from the sets' files, a few ahead of their use."""
 
     def fetch(wanted: Sequence[int]) -> Iterator[tuple[int, list[TrainingSequence]]]:
         with ThreadPoolExecutor(max_workers=1) as reader:
             ahead: deque[tuple[int, Future[list[TrainingSequence]]]] = deque()
             for c in wanted:
-                ahead.append((c, reader.submit(read_chunk, sets, chunks[c])))
+                ahead.append((c, reader.submit(read_chunk, sets, chunks[c], with_features=with_features)))
                 if len(ahead) > CHUNKS_AHEAD:
                     number, future = ahead.popleft()
                     yield number, future.result()
@@ -96,12 +96,12 @@ def first_sequences(fetch: Fetch, chunks: Sequence[Chunk], count: int) -> list[T
     return [s for _, rows in fetch(range(min(wanted, len(chunks)))) for s in rows][:count]
 
 
-def open_sets(uris: Sequence[str], *, online: bool = False) -> list[RolloutSet]:
-    """The finished sets at `uris`; online, only their tokens count.
+def open_sets(uris: Sequence[str], *, tokens_only: bool = False) -> list[RolloutSet]:
+    """The finished sets at `uris`, or only what they hold of tokens.
 
     Raises RolloutError, or TrainError if they cannot be trained on together.
     """
-    names = ALIKE if online else (*ALIKE, *ALIKE_IN_FEATURES)
+    names = ALIKE if tokens_only else (*ALIKE, *ALIKE_IN_FEATURES)
     sets = [open_rollouts(uri) for uri in uris]
     for place, rollouts in enumerate(sets):
         if rollouts.manifest_sha256 in [other.manifest_sha256 for other in sets[:place]]:
@@ -125,15 +125,15 @@ def _differing(
     return None
 
 
-def check_sets(uris: Sequence[str], target: Target, *, online: bool = False) -> list[RolloutSet]:
-    """The sets, if this target made them and they are whole, with features unless those are computed online.
+def check_sets(uris: Sequence[str], target: Target, *, tokens_only: bool = False) -> list[RolloutSet]:
+    """The sets, if this target made them and they are whole, with features unless only tokens are read.
 
     Raises RolloutError or TrainError.
     """
-    sets = open_sets(uris, online=online)
+    sets = open_sets(uris, tokens_only=tokens_only)
     for uri, rollouts in zip(uris, sets, strict=True):
         rollouts.check_target(target_fingerprint(target.path, rollouts.metadata.target_layer_ids))
-        if not rollouts.has_features and not online:
+        if not rollouts.has_features and not tokens_only:
             raise TrainError(f"rollouts {uri} have no features; generate them again with features, or train online")
         if rollouts.folder.local:  # from afar it would mean to fetch everything twice
             rollouts.check()
