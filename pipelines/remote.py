@@ -49,10 +49,8 @@ def is_transient(error: BaseException) -> bool:
         return False
     if isinstance(error, ConnectionError | TimeoutError):
         return True
-    if isinstance(error, OSError):
-        return error.errno in TRANSIENT
     names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
-    return bool(names & AWAY)
+    return bool(names & AWAY) or (isinstance(error, OSError) and error.errno in TRANSIENT)
 
 
 def patiently(operation: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
