@@ -20,6 +20,7 @@ from cluster.command import (
     DtypeOption,
     JsonOption,
     TargetOption,
+    amounts,
     console,
     end,
     least_most,
@@ -79,7 +80,14 @@ def generate(
     batch: Annotated[int, typer.Option(help="Sequences that an actor decodes at once.")] = 8,
     drafter: Annotated[str | None, typer.Option(help="Drafter that makes generation faster.")] = None,
     num_actors: Annotated[str, typer.Option(help="Engines in the pool: a number, or least:most.")] = "1",
+    cpus_per_actor: Annotated[
+        float | None, typer.Option(help="CPUs that Ray sets aside for each.", show_default="this machine's, divided")
+    ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per actor.")] = False,
+    resource: Annotated[
+        list[str] | None, typer.Option(help="NAME=AMOUNT of a custom Ray resource that an actor's node must have.")
+    ] = None,
+    rows_per_shard: Annotated[int, typer.Option(help="Prompts per Parquet file, the unit of resuming.")] = 64,
     max_bytes: Annotated[int | None, typer.Option(help="Refuse to write more.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,7 +103,8 @@ def generate(
             chat_options=ChatOptions.read(chat_template, system, thinking), temperature=temperature, top_k=top_k,
             top_p=top_p, seed=seed, with_features=features, features_dtype=features_dtype, num_taps=taps,
             dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=least_most(num_actors),
-            max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0,
+            max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0, cpus_per_actor=cpus_per_actor,
+            resources=amounts(resource), rows_per_shard=rows_per_shard,
         )  # fmt: skip
         with show.stage(console, f"generate: {target} continues {prompts}", as_json) as stage:
             report = make(config, stage.generate)

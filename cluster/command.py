@@ -36,6 +36,20 @@ def least_most(text: str) -> tuple[int, int]:
     return low, high
 
 
+def amounts(pairs: list[str] | None) -> tuple[tuple[str, float], ...]:
+    """`["target_node=1"]` as (("target_node", 1.0),)."""
+    found = []
+    for pair in pairs or []:
+        name, _, amount = pair.partition("=")
+        try:
+            found.append((name.strip(), float(amount or 1)))
+        except ValueError:
+            name = ""
+        if not name.strip() or found[-1][1] <= 0:
+            raise typer.BadParameter(f"{pair!r} is not NAME=AMOUNT, such as target_node=1")
+    return tuple(found)
+
+
 def end(report: Any, table: Any, as_json: bool, next_command: str) -> None:
     """What was made, its headline figures, and the next command to type."""
     from cluster import show

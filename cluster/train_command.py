@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from cluster.command import DtypeOption, JsonOption, TargetOption, console, end, fail, least_most, one_line_errors
+from cluster.command import (
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    amounts,
+    console,
+    end,
+    fail,
+    least_most,
+    one_line_errors,
+)
 from cluster.run_file import RunOption
 
 
@@ -103,6 +113,10 @@ def train(
     seed: Annotated[int, typer.Option(help="Of initial weights, order and anchors.")] = 0,
     num_workers: Annotated[str, typer.Option(help="Ray Train workers: a number, or least:most (elastic).")] = "1",
     gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per worker.")] = False,
+    resource: Annotated[
+        list[str] | None, typer.Option(help="NAME=AMOUNT of a custom Ray resource that a worker's node must have.")
+    ] = None,
+    actor_resource: Annotated[list[str] | None, typer.Option(help="online: the same of a target actor's node.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a drafter on rollouts, then decode held-out prompts with it; the target stays as it is.
@@ -120,7 +134,11 @@ def train(
         online_options = None
         if online:
             online_options = OnlineOptions(
-                num_taps=taps, dtype=dtype, num_actors=least_most(num_actors), gpus_per_actor=1.0 if gpu else 0.0
+                num_taps=taps,
+                dtype=dtype,
+                num_actors=least_most(num_actors),
+                gpus_per_actor=1.0 if gpu else 0.0,
+                resources=amounts(actor_resource),
             )
         config = TrainConfig(
             target=target, rollouts=tuple(rollouts), output=output, kind=kind, num_draft_tokens=num_draft_tokens,
@@ -128,6 +146,7 @@ def train(
             rollout_weights=tuple(weight or ()), init_from=init_from, online=online_options,
             joint=JointOptions(beta=beta, trunk_learning_rate=trunk_learning_rate) if regime == "joint" else None,
             num_workers=most, min_workers=least if least < most else None, use_gpu=gpu,
+            resources=amounts(resource),
             independent=IndependentOptions(
                 own_lm_head=own_lm_head, shared_trunk=shared_trunk, anchor_embedding=anchor_embedding
             ),

@@ -44,6 +44,7 @@ class GenerateConfig:
     num_actors: tuple[int, int] = (1, 1)  # least and most actors of the pool
     cpus_per_actor: float | None = None  # CPUs that Ray sets aside; None: this machine's cores divided among the actors
     gpus_per_actor: float = 0.0  # GPUs for an actor; 0 runs on the CPU
+    resources: tuple[tuple[str, float], ...] = ()  # custom ones that an actor's node must have: (name, amount)
     max_bytes: int | None = None  # refuse to write more than this; None: what the disk holds
     stall_timeout_s: float = 1800.0  # give up when no actor reports progress for so long
 

@@ -140,7 +140,9 @@ def _fit(config: TrainConfig, arguments: WorkerArguments, work: Path, name: str)
         scaling_config=ScalingConfig(
             num_workers=workers if least == workers else (least, workers),  # type: ignore[arg-type]  # stub of older
             use_gpu=config.use_gpu,
-            resources_per_worker={"CPU": config.cpus_per_worker} | ({"GPU": 1} if config.use_gpu else {}),
+            resources_per_worker={"CPU": config.cpus_per_worker}
+            | ({"GPU": 1} if config.use_gpu else {})
+            | dict(config.resources),
         ),
         run_config=RunConfig(
             name=name,
@@ -175,11 +177,16 @@ def check_resources(config: TrainConfig) -> None:
     name = "min_workers" if config.min_workers else "num_workers"
     workers = config.min_workers or config.num_workers
     need = {"GPU": float(workers if config.use_gpu else 0), "CPU": workers * config.cpus_per_worker}
+    need |= {name: workers * amount for name, amount in config.resources}
     if lacking := lacking_resource(need):
         resource, have = lacking
-        option = "use_gpu is on" if resource == "GPU" else f"cpus_per_worker is {config.cpus_per_worker:g}"
-        mend = f"lower {name}" + (" or leave use_gpu off" if resource == "GPU" else " or cpus_per_worker")
-        raise TrainError(f"{name} is {workers} and {option}: {need[resource]:g} {resource}s, Ray has {have:g}; {mend}")
+        option, way = {
+            "GPU": ("use_gpu is on", "leave use_gpu off"),
+            "CPU": (f"cpus_per_worker is {config.cpus_per_worker:g}", "cpus_per_worker"),
+        }.get(resource, (f"each needs {dict(config.resources).get(resource, 0):g} of {resource}", "resource"))
+        raise TrainError(
+            f"{name} is {workers} and {option}: {need[resource]:g} {resource}s, Ray has {have:g}; lower {name} or {way}"
+        )
 
 
 def _failure_config() -> FailureConfig:

@@ -93,6 +93,7 @@ class TrainConfig:
     cpus_per_worker: float = 1.0  # logical CPUs that Ray sets aside
     threads_per_worker: int | None = None  # of torch; None: the machine's cores over the workers
     use_gpu: bool = False  # one GPU per worker
+    resources: tuple[tuple[str, float], ...] = ()  # custom ones that a worker's node must have: (name, amount)
     save_every_steps: int = 100  # a worker that dies loses at most so many steps
     keep_checkpoints: int = 2  # saved states of an unfinished run: the latest and those of best expected tau
 
