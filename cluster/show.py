@@ -64,12 +64,22 @@ class Stage:
                 f"step {point.step}: loss {point.loss:.3f}, accuracy by position {accuracy}, "
                 f"expected tau {point.expected_tau:.2f}"
             )
-        self.at(point.step, point.total_steps, f"loss {point.loss:.2f}, accuracy {accuracy}")
+        speed = point.tokens / point.seconds if point.seconds else 0.0
+        left = (point.total_steps - point.step) * point.seconds / point.step
+        pace = f"{speed:,.0f} tok/s, {_duration(left)} of steps left"
+        self.at(point.step, point.total_steps, f"loss {point.loss:.2f}, accuracy {accuracy}, {pace}")
 
     def evaluate(self, progress: EvaluateProgress) -> None:
         tau = "-" if progress.tau is None else f"{progress.tau:.2f}"
         text = f"tau {tau}, equal {progress.equal}/{progress.prompts_done}"
         self.at(progress.prompts_done, progress.prompts_total, text)
+
+
+def _duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `3.5 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -117,6 +127,13 @@ def train_table(report: TrainReport) -> Table:
     table.add_row("kind", f"{KINDS[report.kind]}, {report.parameters / 1e6:.1f} M parameters")
     table.add_row("trained on", f"{report.training_sequences:,} sequences, {report.response_tokens:,} response tokens")
     table.add_row("steps", f"{report.steps} in {report.seconds:.0f} s, start included")
+    if report.best_step != report.steps:
+        table.add_row("kept", f"the drafter of step {report.best_step}, whose expected tau was best")
+    if report.skipped_steps or report.skipped_sequences:
+        skipped = f"{report.skipped_steps} steps, {report.skipped_sequences} sequences that were not finite"
+        table.add_row("[yellow]skipped[/yellow]", skipped)
+    if report.ntp_loss is not None:
+        table.add_row("next-token loss", f"{report.ntp_loss:.4f} of the trained target, on held-out sequences")
     table.add_row("loss", f"{report.loss:.3f}")
     table.add_row("accuracy by position", _by_position(report.accuracy_by_position))
     expected = "-" if report.expected_tau is None else f"{report.expected_tau:.2f}"

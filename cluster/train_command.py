@@ -167,6 +167,7 @@ def train(
         )  # fmt: skip
         with show.stage(console, f"train: a {show.KINDS[kind]} drafter for {target}", as_json) as stage:
             report = learn(config, stage.train)
-        end(report, show.train_table, as_json, f"draftloop evaluate --target {target} --drafter {report.output}")
+        served = f"{report.output}/trunk" if regime == "joint" else target
+        end(report, show.train_table, as_json, f"draftloop evaluate --target {served} --drafter {report.output}")
         if report.parity_passed is False:
             fail(f"{report.parity_verdict} (kept in {report.output})", 1)
