@@ -2,7 +2,7 @@
 
     python benchmarks/generate_throughput.py --prompts gsm8k_train --limit 96
 
-Every contender continues the same prompts with the same number of threads in all, features kept, in turns; a pool's time
+Every contender continues the same prompts with as many threads in all, features kept, in turns; a pool's time
 is that in which its engines ran, their start told apart. Writes benchmarks/results/generate-DATE.{json,md}. Needs a
 machine that does nothing else.
 """
