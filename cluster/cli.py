@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -20,11 +20,23 @@ from cluster.command import (
     DtypeOption,
     JsonOption,
     TargetOption,
+    amounts,
     console,
     end,
+    least_most,
     one_line_errors,
 )
+from cluster.rollouts_command import rollouts
+from cluster.run_file import RunOption
 from cluster.train_command import train
+
+ChatTemplateOption = Annotated[str | None, typer.Option(help="Jinja file in place of the target's own chat template.")]
+SystemOption = Annotated[
+    str | None, typer.Option(help="System turn for chats that have none; raw prompts stay as they are.")
+]
+ThinkingOption = Annotated[
+    Literal["default", "on", "off"], typer.Option(help="Told to the chat template as enable_thinking.")
+]
 
 app = typer.Typer(
     name="draftloop",
@@ -37,26 +49,45 @@ app = typer.Typer(
 
 @app.command()
 def generate(
+    run: RunOption = None,
     target: TargetOption = "smollm2",
     prompts: Annotated[
-        str, typer.Option(help="gsm8k_train, gsm8k_test (both shipped), or a JSONL file with messages or prompt.")
+        str,
+        typer.Option(
+            help="gsm8k_train, gsm8k_test (both shipped), or .jsonl, .jsonl.gz and .parquet with messages, prompt or "
+            "turns: a path, an s3:// address, or a pattern in quotes ('prompts/*.jsonl')."
+        ),
     ] = "gsm8k_train",
     output: Annotated[str, typer.Option(help="Folder of the rollouts, local or s3://.")] = "draftloop-out/rollouts",
     limit: Annotated[int | None, typer.Option(help="Use only so many prompts.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap raw prompt rows into a user turn.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Most response tokens per prompt.")] = 128,
+    chat_template: ChatTemplateOption = None,
+    system: SystemOption = None,
+    thinking: ThinkingOption = "default",
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="1: all.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     features: Annotated[bool, typer.Option(help="Store the target's hidden states, which train needs.")] = True,
+    features_dtype: Annotated[
+        Literal["bfloat16", "float32", "int8"],
+        typer.Option(help="Of stored features. int8 (a scale per token and layer) takes half; float32 keeps no more."),
+    ] = "bfloat16",
     taps: Annotated[int, typer.Option(help="Layers whose hidden states are stored, the last included.")] = 3,
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",
     batch: Annotated[int, typer.Option(help="Sequences that an actor decodes at once.")] = 8,
     drafter: Annotated[str | None, typer.Option(help="Drafter that makes generation faster.")] = None,
     num_actors: Annotated[str, typer.Option(help="Engines in the pool: a number, or least:most.")] = "1",
+    cpus_per_actor: Annotated[
+        float | None, typer.Option(help="CPUs that Ray sets aside for each.", show_default="this machine's, divided")
+    ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per actor.")] = False,
+    resource: Annotated[
+        list[str] | None, typer.Option(help="NAME=AMOUNT of a custom Ray resource that an actor's node must have.")
+    ] = None,
+    rows_per_shard: Annotated[int, typer.Option(help="Prompts per Parquet file, the unit of resuming.")] = 64,
     max_bytes: Annotated[int | None, typer.Option(help="Refuse to write more.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,24 +95,29 @@ def generate(
     with one_line_errors():
         from cluster import show
         from pipelines.generate import GenerateConfig
-        from pipelines.generate import generate as run
+        from pipelines.generate import generate as make
+        from serving.chat_options import ChatOptions
 
         config = GenerateConfig(
             target=target, prompts=prompts, output=output, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, with_features=features, num_taps=taps,
-            dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=_range(num_actors),
-            max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0,
+            chat_options=ChatOptions.read(chat_template, system, thinking), temperature=temperature, top_k=top_k,
+            top_p=top_p, seed=seed, with_features=features, features_dtype=features_dtype, num_taps=taps,
+            dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=least_most(num_actors),
+            max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0, cpus_per_actor=cpus_per_actor,
+            resources=amounts(resource), rows_per_shard=rows_per_shard,
         )  # fmt: skip
         with show.stage(console, f"generate: {target} continues {prompts}", as_json) as stage:
-            report = run(config, stage.generate)
+            report = make(config, stage.generate)
         end(report, show.generate_table, as_json, f"draftloop train --target {target} --rollouts {report.output}")
 
 
+app.add_typer(rollouts, name="rollouts")
 app.command()(train)
 
 
 @app.command()
 def evaluate(
+    run: RunOption = None,
     target: TargetOption = "smollm2",
     drafter: Annotated[str, typer.Option(help="--output of train.")] = "draftloop-out/drafter",
     prompts: Annotated[
@@ -104,7 +140,7 @@ def evaluate(
     with one_line_errors():
         from cluster import show
         from pipelines.evaluate import EvaluateConfig
-        from pipelines.evaluate import evaluate as run
+        from pipelines.evaluate import evaluate as measure
 
         config = EvaluateConfig(
             target=target, drafter=drafter, prompts=prompts, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
@@ -112,17 +148,21 @@ def evaluate(
             device=device, cuda_graphs=cuda_graphs, output=output,
         )  # fmt: skip
         with show.stage(console, f"evaluate: {drafter} for {target} on {prompts}", as_json) as stage:
-            report = run(config, stage.evaluate)
+            report = measure(config, stage.evaluate)
         end(report, show.evaluation_table, as_json, f"draftloop serve --target {target} --drafter {drafter}")
 
 
 @app.command()
 def serve(
+    run: RunOption = None,
     target: TargetOption = "smollm2",
     drafter: Annotated[str | None, typer.Option(help="--output of train; without: plain decoding.")] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     model_name: Annotated[str | None, typer.Option(help="What clients ask for; default: the target's name.")] = None,
+    chat_template: ChatTemplateOption = None,
+    system: SystemOption = None,
+    thinking: ThinkingOption = "default",
     num_draft_tokens: Annotated[
         int, typer.Option(min=0, help="Most drafts per round, or depth of a tree; 0: decode plainly.")
     ] = 5,
@@ -146,6 +186,7 @@ def serve(
         settings: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
         config = ServeConfig(
             target=target, drafter=drafter, host=host, port=port, model_name=model_name,
+            chat_template=chat_template, system=system, thinking=thinking,
             num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes, adapt_draft_length=adapt, num_slots=num_slots,
             max_len=max_len, num_replicas=num_replicas, cuda_graphs=cuda_graphs,
             **settings,
@@ -183,18 +224,6 @@ def quickstart(
         from cluster.quickstart import quickstart as run
 
         run(console, target, output, prompts, epochs, port)
-
-
-def _range(text: str) -> tuple[int, int]:
-    """`3` or `1:4` as (least, most)."""
-    parts = text.split(":")
-    try:
-        low, high = int(parts[0]), int(parts[-1])
-    except ValueError:
-        low, high = 1, 0
-    if len(parts) > 2 or not 1 <= low <= high:
-        raise typer.BadParameter(f"{text!r} is not a number or least:most, such as 2 or 1:4")
-    return low, high
 
 
 def main() -> None:

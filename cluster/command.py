@@ -24,6 +24,32 @@ CudaGraphsOption = Annotated[bool, typer.Option("--cuda-graphs", help="With cuda
 JsonOption = Annotated[bool, typer.Option("--json", help="No progress; the report as one JSON object.")]
 
 
+def least_most(text: str) -> tuple[int, int]:
+    """`3` or `1:4` as (least, most)."""
+    parts = text.split(":")
+    try:
+        low, high = int(parts[0]), int(parts[-1])
+    except ValueError:
+        low, high = 1, 0
+    if len(parts) > 2 or not 1 <= low <= high:
+        raise typer.BadParameter(f"{text!r} is not a number or least:most, such as 2 or 1:4")
+    return low, high
+
+
+def amounts(pairs: list[str] | None) -> tuple[tuple[str, float], ...]:
+    """`["target_node=1"]` as (("target_node", 1.0),)."""
+    found = []
+    for pair in pairs or []:
+        name, _, amount = pair.partition("=")
+        try:
+            found.append((name.strip(), float(amount or 1)))
+        except ValueError:
+            name = ""
+        if not name.strip() or found[-1][1] <= 0:
+            raise typer.BadParameter(f"{pair!r} is not NAME=AMOUNT, such as target_node=1")
+    return tuple(found)
+
+
 def end(report: Any, table: Any, as_json: bool, next_command: str) -> None:
     """What was made, its headline figures, and the next command to type."""
     from cluster import show

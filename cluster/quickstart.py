@@ -17,9 +17,9 @@ from pipelines.evaluate import EvaluateConfig, Evaluation, evaluate, versions
 from pipelines.generate import GenerateConfig, generate
 from pipelines.ray_session import start_ray
 from pipelines.rollout_store import open_rollouts
+from pipelines.step_config import StepConfig
 from pipelines.train import train
 from pipelines.train_config import TrainConfig, TrainError
-from pipelines.training import StepConfig
 from serving.colocated import ServeConfig, run_app, shutdown
 
 QUESTION = "A baker makes 12 trays of 8 rolls and sells 70 of them. How many rolls are left?"

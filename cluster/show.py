@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -64,12 +64,22 @@ class Stage:
                 f"step {point.step}: loss {point.loss:.3f}, accuracy by position {accuracy}, "
                 f"expected tau {point.expected_tau:.2f}"
             )
-        self.at(point.step, point.total_steps, f"loss {point.loss:.2f}, accuracy {accuracy}")
+        speed = point.tokens / point.seconds if point.seconds else 0.0
+        left = (point.total_steps - point.step) * point.seconds / point.step
+        pace = f"{speed:,.0f} tok/s, {_duration(left)} of steps left"
+        self.at(point.step, point.total_steps, f"loss {point.loss:.2f}, accuracy {accuracy}, {pace}")
 
     def evaluate(self, progress: EvaluateProgress) -> None:
         tau = "-" if progress.tau is None else f"{progress.tau:.2f}"
         text = f"tau {tau}, equal {progress.equal}/{progress.prompts_done}"
         self.at(progress.prompts_done, progress.prompts_total, text)
+
+
+def _duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `3.5 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -92,7 +102,8 @@ def as_json(report: Any) -> str:
     return json.dumps(asdict(report))
 
 
-def generate_table(report: GenerateReport) -> Table:
+def generate_table(report: GenerateReport) -> RenderableType:
+    """The facts and, where rows were rejected, how many for which reason."""
     table = _facts("rollouts")
     table.add_row("sequences", f"{report.rows:,} ({report.rejected} rejected)")
     table.add_row("response tokens", f"{report.response_tokens:,}")
@@ -101,7 +112,14 @@ def generate_table(report: GenerateReport) -> Table:
     if report.tokens_per_s:
         table.add_row("speed", f"{report.tokens_per_s:,.0f} tok/s over {report.seconds:.0f} s, start included")
     table.add_row("folder", escape(report.output))
-    return table
+    if not report.rejected_by_kind:
+        return table
+    reasons = Table(title="rejected rows (each is in rejects.jsonl)", title_justify="left", title_style="bold")
+    reasons.add_column("reason", style="cyan")
+    reasons.add_column("rows", justify="right")
+    for kind, count in report.rejected_by_kind.items():
+        reasons.add_row(escape(kind), f"{count:,}")
+    return Group(table, reasons)
 
 
 def train_table(report: TrainReport) -> Table:
@@ -109,6 +127,13 @@ def train_table(report: TrainReport) -> Table:
     table.add_row("kind", f"{KINDS[report.kind]}, {report.parameters / 1e6:.1f} M parameters")
     table.add_row("trained on", f"{report.training_sequences:,} sequences, {report.response_tokens:,} response tokens")
     table.add_row("steps", f"{report.steps} in {report.seconds:.0f} s, start included")
+    if report.best_step != report.steps:
+        table.add_row("kept", f"the drafter of step {report.best_step}, whose expected tau was best")
+    if report.skipped_steps or report.skipped_sequences:
+        skipped = f"{report.skipped_steps} steps, {report.skipped_sequences} sequences that were not finite"
+        table.add_row("[yellow]skipped[/yellow]", skipped)
+    if report.ntp_loss is not None:
+        table.add_row("next-token loss", f"{report.ntp_loss:.4f} of the trained target, on held-out sequences")
     table.add_row("loss", f"{report.loss:.3f}")
     table.add_row("accuracy by position", _by_position(report.accuracy_by_position))
     expected = "-" if report.expected_tau is None else f"{report.expected_tau:.2f}"

@@ -6,14 +6,33 @@ from typing import Annotated, Literal
 
 import typer
 
-from cluster.command import JsonOption, TargetOption, console, end, fail, one_line_errors
+from cluster.command import (
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    amounts,
+    console,
+    end,
+    fail,
+    least_most,
+    one_line_errors,
+)
+from cluster.run_file import RunOption
 
 
 def train(
+    run: RunOption = None,
     target: TargetOption = "smollm2",
     rollouts: Annotated[
         list[str], typer.Option(help="--output of generate; several: give the option several times.")
     ] = ["draftloop-out/rollouts"],  # noqa: B006 - typer takes a list, and copies it
+    weight: Annotated[
+        list[float] | None,
+        typer.Option(help="Times that a set of rollouts is read per epoch, set by set.", show_default="once"),
+    ] = None,
+    init_from: Annotated[
+        str | None, typer.Option(help="Drafter to go on from, in its own kind and shape.", show_default="a fresh one")
+    ] = None,
     output: Annotated[str, typer.Option(help="Folder of the drafter.")] = "draftloop-out/drafter",
     kind: Annotated[
         Literal["recursive", "independent", "dflash"], typer.Option(help="MTP (recursive or independent) or DFlash.")
@@ -68,16 +87,37 @@ def train(
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the rollouts.")] = 8.0,
     learning_rate: Annotated[float, typer.Option(help="Peak; warm-up, then cosine to zero.")] = 2e-3,
-    sequences_per_step: Annotated[int, typer.Option(help="Over all workers.")] = 8,
+    tokens_per_step: Annotated[int, typer.Option(help="Of a step, prompts included, over all workers.")] = 2048,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Parts of a step, shared out among workers.", show_default="one for each")
+    ] = None,
+    row_tokens: Annotated[int, typer.Option(help="Sequences are packed into rows of so many tokens.")] = 512,
     anchors_per_sequence: Annotated[int, typer.Option(help="Draft blocks trained per sequence and step.")] = 20,
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="Of matrix products; weights stay in float32. auto: bfloat16 where the device has it."),
     ] = "auto",
     evaluations: Annotated[int, typer.Option(min=1, help="Times that expected tau is measured.")] = 5,
+    regime: Annotated[
+        Literal["frozen", "joint"], typer.Option(help="joint: the target learns too (MTP only), into OUTPUT/trunk.")
+    ] = "frozen",
+    beta: Annotated[float, typer.Option(help="joint: weight of the heads' loss beside the target's own.")] = 0.3,
+    trunk_learning_rate: Annotated[float, typer.Option(help="joint: peak, of the target's weights.")] = 2e-5,
+    online: Annotated[
+        bool, typer.Option("--online", help="Target actors compute features on the way; only tokens are read.")
+    ] = False,
+    taps: Annotated[int, typer.Option(help="online: layers whose hidden states are read, the last included.")] = 3,
+    dtype: DtypeOption = "float32",
+    num_actors: Annotated[
+        str, typer.Option(help="online: target actors for each worker: a number, or least:most.")
+    ] = "1",
     seed: Annotated[int, typer.Option(help="Of initial weights, order and anchors.")] = 0,
-    num_workers: Annotated[int, typer.Option(help="Ray Train workers.")] = 1,
+    num_workers: Annotated[str, typer.Option(help="Ray Train workers: a number, or least:most (elastic).")] = "1",
     gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per worker.")] = False,
+    resource: Annotated[
+        list[str] | None, typer.Option(help="NAME=AMOUNT of a custom Ray resource that a worker's node must have.")
+    ] = None,
+    actor_resource: Annotated[list[str] | None, typer.Option(help="online: the same of a target actor's node.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a drafter on rollouts, then decode held-out prompts with it; the target stays as it is.
@@ -87,14 +127,27 @@ def train(
     with one_line_errors():
         from cluster import show
         from drafters.losses import LossConfig
-        from pipelines.train import train as run
-        from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig
-        from pipelines.training import StepConfig
+        from pipelines.step_config import StepConfig
+        from pipelines.train import train as learn
+        from pipelines.train_config import DFlashOptions, IndependentOptions, JointOptions, OnlineOptions, TrainConfig
 
+        least, most = least_most(num_workers)
+        online_options = None
+        if online:
+            online_options = OnlineOptions(
+                num_taps=taps,
+                dtype=dtype,
+                num_actors=least_most(num_actors),
+                gpus_per_actor=1.0 if gpu else 0.0,
+                resources=amounts(actor_resource),
+            )
         config = TrainConfig(
             target=target, rollouts=tuple(rollouts), output=output, kind=kind, num_draft_tokens=num_draft_tokens,
             draft_vocab_coverage=draft_vocab_coverage, draft_vocab_size=draft_vocab_size,
-            num_workers=num_workers, use_gpu=gpu,
+            rollout_weights=tuple(weight or ()), init_from=init_from, online=online_options,
+            joint=JointOptions(beta=beta, trunk_learning_rate=trunk_learning_rate) if regime == "joint" else None,
+            num_workers=most, min_workers=least if least < most else None, use_gpu=gpu,
+            resources=amounts(resource),
             independent=IndependentOptions(
                 own_lm_head=own_lm_head, shared_trunk=shared_trunk, anchor_embedding=anchor_embedding
             ),
@@ -105,7 +158,8 @@ def train(
                 mask_token_id=mask_token_id,
             ),
             steps=StepConfig(
-                epochs=epochs, learning_rate=learning_rate, sequences_per_step=sequences_per_step,
+                epochs=epochs, learning_rate=learning_rate, tokens_per_step=tokens_per_step,
+                micro_batches=micro_batches, row_tokens=row_tokens,
                 anchors_per_sequence=anchors_per_sequence, precision=precision, evaluations=evaluations, seed=seed,
                 loss=LossConfig(
                     kind=loss, weights=loss_weights, rho=rho, gamma=gamma,
@@ -113,7 +167,8 @@ def train(
             ),
         )  # fmt: skip
         with show.stage(console, f"train: a {show.KINDS[kind]} drafter for {target}", as_json) as stage:
-            report = run(config, stage.train)
-        end(report, show.train_table, as_json, f"draftloop evaluate --target {target} --drafter {report.output}")
+            report = learn(config, stage.train)
+        served = f"{report.output}/trunk" if regime == "joint" else target
+        end(report, show.train_table, as_json, f"draftloop evaluate --target {served} --drafter {report.output}")
         if report.parity_passed is False:
             fail(f"{report.parity_verdict} (kept in {report.output})", 1)

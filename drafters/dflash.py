@@ -216,18 +216,17 @@ class DFlashModule(DrafterModule):
         """[B, A, K, D] normalised hidden states of the slots to draft, at all anchors."""
         device, last_BA = batch.ids_BT.device, batch.anchors_BA
         rows_B1 = torch.arange(len(last_BA), device=device)[:, None]
-        position_T = torch.arange(batch.ids_BT.shape[1], device=device)
-        position_BAS = last_BA[:, :, None] + 1 + torch.arange(self.config.block_size, device=device)
-        unseen_BA1T = position_T > last_BA[:, :, None, None]
+        slot_S = torch.arange(self.config.block_size, device=device)
+        position_BAS = batch.anchor_positions()[:, :, None] + 1 + slot_S
+        unseen_BA1T = batch.pairs_hidden()[:, :, None]
         context_BTD = self.fuse(batch.features_BTF)
         x = self.block_input(batch.ids_BT[rows_B1, last_BA + 1], context_BTD[rows_B1, last_BA])
-        block_angles, context_angles = self.angles(position_BAS), self.angles(position_T)
+        block_angles, context_angles = self.angles(position_BAS), self.angles(batch.positions_BT)
         for layer, window in self.stack():
             blocked, own_blocked = unseen_BA1T, None
             if window is not None:
-                blocked = unseen_BA1T | (position_BAS[..., None] - position_T >= window)
-                apart_SS = (position_BAS[0, 0, :, None] - position_BAS[0, 0]).abs()
-                own_blocked = apart_SS >= window
+                blocked = unseen_BA1T | (position_BAS[..., None] - batch.positions_BT[:, None, None] >= window)
+                own_blocked = (slot_S[:, None] - slot_S).abs() >= window
             attend = partial(
                 attend_blocks,
                 context_BTGD=layer.self_attn.keys_values(context_BTD, context_angles),
@@ -246,11 +245,12 @@ class DFlashModule(DrafterModule):
         return DraftLogits(logits_BAKW, self._auxiliary(batch, hidden_BAKD.flatten(0, 1), logits_BAKW.flatten(0, 1)))
 
     def _auxiliary(self, batch: TrainingBatch, hidden_NKD: Tensor, logits_NKW: Tensor) -> dict[str, Tensor]:
-        """Selector: sum over slots of weight * mean cross-entropy. Confidence: mean binary cross-entropy."""
+        """Selector: sum over slots of weight * mean cross-entropy. Confidence: mean over blocks (`confidence_loss`)."""
         losses: dict[str, Tensor] = {}
         num = self.config.num_draft_tokens
         labels_NK = batch.labels(num).flatten(0, 1)
         index_NK = self.draft_labels(labels_NK)
+        labels_K = (index_NK != IGNORED).sum(dim=0) if batch.step_labels_K is None else batch.step_labels_K
         found = self.candidates(hidden_NKD, logits_NKW, self.config.selector_top_k or 1)
         scores_NKC = found.logits_NKC
         if self.candidate_selector is not None:
@@ -258,7 +258,7 @@ class DFlashModule(DrafterModule):
             # a label that cannot be drafted stands before the next slot as any other token does, as IGNORED
             previous_NK = torch.cat([self.draft_labels(anchors_N)[:, None], index_NK[:, :-1]], dim=1)
             loss_NK, scores_NKC = selector_loss(self.candidate_selector, found, logits_NKW, previous_NK, index_NK)
-            per_slot_K = loss_NK.sum(dim=0) / (index_NK != IGNORED).sum(dim=0).clamp(min=1)
+            per_slot_K = loss_NK.sum(dim=0) / labels_K.clamp(min=1)
             weights_K = self.slot_weights_K
             if weights_K is None:
                 weights_K = exponential_weights(num, gamma_for(self.config.block_size))
@@ -268,7 +268,7 @@ class DFlashModule(DrafterModule):
             draft_NK = found.index_NKC.gather(2, best_NK[:, :, None])[:, :, 0]
             log_prob_NK = scores_NKC.float().log_softmax(dim=-1).amax(dim=-1) + found.log_mass().float()
             log_odds_NK = self.confidence(hidden_NKD.detach(), log_prob_NK.detach())
-            losses["confidence"] = confidence_loss(log_odds_NK, draft_NK == index_NK, labels_NK != IGNORED)
+            losses["confidence"] = confidence_loss(log_odds_NK, draft_NK == index_NK, labels_NK != IGNORED, labels_K[0])
         return losses
 
     def anchor_tokens(self, batch: TrainingBatch) -> Tensor:

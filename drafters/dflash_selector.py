@@ -95,9 +95,12 @@ def selector_loss(
     return loss_NK.view(known_NK.shape) * known_NK, scores_NKC
 
 
-def confidence_loss(log_odds_NK: Tensor, right_NK: Tensor, known_NK: Tensor) -> Tensor:
-    """Binary cross-entropy against whether a slot's draft is right, over known slots all of whose predecessors are."""
+def confidence_loss(log_odds_NK: Tensor, right_NK: Tensor, known_NK: Tensor, blocks: Tensor) -> Tensor:
+    """Binary cross-entropy against whether a slot's draft is right, over known slots all of whose predecessors are.
+
+    Summed over slots, a mean over `blocks` (scalar, how many there are).
+    """
     before_NK = F.pad((right_NK & known_NK).long().cumprod(dim=1), (1, 0), value=1)[:, :-1].bool()
     counted_NK = before_NK & known_NK
     loss_NK = F.binary_cross_entropy_with_logits(log_odds_NK.float(), right_NK.float(), reduction="none")
-    return (loss_NK * counted_NK).sum() / counted_NK.sum().clamp(min=1)
+    return (loss_NK * counted_NK).sum() / blocks.clamp(min=1)

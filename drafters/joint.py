@@ -1,7 +1,8 @@
 """The joint MTP regime: a trunk (any Hugging Face causal LM) and its MTP module trained together on the same tokens.
 
-In: a padded batch of sequences with anchors. Out: L = L_NTP + beta * L_MTP with gradients for both. The module is the
-one of the frozen regime (`pipelines/training.py`), and serves like it once the trunk is saved as its target.
+In: a batch of sequences, one a row (`pad_documents`), with anchors. Out: L = L_NTP + beta * L_MTP with gradients for
+both. The module is the one of the frozen regime (`pipelines/training.py`), and serves like it once the trunk is saved
+as its target.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ class JointLoss(NamedTuple):
 
 
 def joint_loss(
-    model: nn.Module, module: DrafterModule, batch: TrainingBatch, beta: float, config: LossConfig | None = None
+    model: nn.Module,
+    module: DrafterModule,
+    batch: TrainingBatch,
+    beta: float,
+    config: LossConfig | None = None,
+    *,
+    step_tokens: Tensor | None = None,
 ) -> JointLoss:
     """The joint loss. The features of `batch` are not read: the trunk puts them out anew, with gradients.
 
     L_MTP reaches the trunk through its tapped hidden states. Embedding and LM head, which the module borrows as they
-    are at each call, learn from L_NTP alone, as in the frozen regime they learn from nothing.
+    are at each call, learn from L_NTP alone, as in the frozen regime they learn from nothing. Parts of a step whose
+    `step_tokens` (tokens to foresee) and `step_labels_K` are the step's have losses that add up to the whole's.
     """
     if beta < 0:
         raise ValueError(f"beta must be 0 or more, got {beta}")
@@ -43,7 +51,7 @@ def joint_loss(
     module.bind(shared)
     module.to(batch.ids_BT.device)  # what `bind` made anew
     logits_BTV, features_BTF = tapped_forward(model, batch.ids_BT, module.config.target_layer_ids)
-    ntp = next_token_loss(logits_BTV, batch.ids_BT, batch.lengths_B)
+    ntp = next_token_loss(logits_BTV, batch.ids_BT, lengths_of(batch), step_tokens)
     batch = replace(batch, features_BTF=features_BTF)
     output = module(batch)
     # kl is towards the trunk as it is: a drafter's target is no part of what is trained
@@ -52,10 +60,17 @@ def joint_loss(
     return JointLoss(ntp + beta * (mtp.loss + sum(output.auxiliary.values())), ntp, mtp)
 
 
-def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
-    """Mean cross-entropy of the token at t + 1 given those up to t, over all known positions."""
-    labels_BT = next_tokens(ids_BT, lengths_B)
-    return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORED)
+def lengths_of(batch: TrainingBatch) -> Tensor:
+    """[B] tokens of the one document of each row."""
+    return batch.positions_BT.amax(dim=1) + 1
+
+
+def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, lengths_B: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy of the token at t + 1 given those up to t, over all known positions or so many tokens."""
+    labels_N = next_tokens(ids_BT, lengths_B).flatten()
+    logits_NV = logits_BTV[:, :-1].flatten(0, 1).float()
+    total = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")
+    return total / ((labels_N != IGNORED).sum() if tokens is None else tokens)
 
 
 def next_tokens(ids_BT: Tensor, lengths_B: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class Supervision:
     labels_NK: Tensor  # int64, the target's tokens; IGNORED: unknown
     draft_labels_NK: Tensor  # the same as indices into the draft vocabulary; IGNORED: unknown or outside it
     target_logits_NKW: Tensor | None = None  # of the target over the draft vocabulary; only kl needs them
+    step_labels_K: Tensor | None = None  # labels of the whole step that can be drafted; None: the anchors' own
 
 
 class DraftLoss(NamedTuple):
@@ -66,7 +67,7 @@ def draft_loss(config: LossConfig, logits_NKW: Tensor, supervision: Supervision)
     """Weighted loss of K positions at N anchors.
 
     A label outside the draft vocabulary carries no loss of either kind (no draft can be right there) and counts as
-    wrong.
+    wrong. Parts of a step whose `step_labels_K` are the step's have losses that add up to the loss of the whole.
     """
     labels_NK, draft_labels_NK = supervision.labels_NK, supervision.draft_labels_NK
     in_loss_NK = draft_labels_NK != IGNORED
@@ -84,7 +85,8 @@ def draft_loss(config: LossConfig, logits_NKW: Tensor, supervision: Supervision)
         weights = dpace_weights(right_NK, labels_NK != IGNORED, config.smoothing)
     else:
         weights = position_weights(config, labels_NK.shape[1]).to(logits)
-    per_step_K = (token_loss_NK * weights).sum(dim=0) / in_loss_NK.sum(dim=0).clamp(min=1)
+    labels_K = in_loss_NK.sum(dim=0) if supervision.step_labels_K is None else supervision.step_labels_K
+    per_step_K = (token_loss_NK * weights).sum(dim=0) / labels_K.clamp(min=1)
     correct_NK = (logits_NKW.argmax(dim=-1) == draft_labels_NK) & in_loss_NK
     return DraftLoss(per_step_K.sum(), correct_NK.sum(dim=0), (labels_NK != IGNORED).sum(dim=0))
 
@@ -104,7 +106,14 @@ def supervise(module: DrafterModule, batch: TrainingBatch, final_norm: FinalNorm
         labels_NK=labels_BAK.flatten(0, 1),
         draft_labels_NK=module.draft_labels(labels_BAK).flatten(0, 1),
         target_logits_NKW=target,
+        step_labels_K=batch.step_labels_K,
     )
+
+
+def draftable_labels(module: DrafterModule, batch: TrainingBatch) -> Tensor:
+    """[K] labels of each position that can be drafted: what a mean over the batch divides by."""
+    labels_BAK = batch.labels(module.config.num_draft_tokens)
+    return (module.draft_labels(labels_BAK) != IGNORED).sum(dim=(0, 1))
 
 
 def kl_to_target(logits_NKW: Tensor, target_logits_NKW: Tensor) -> Tensor:

@@ -209,12 +209,12 @@ class RecursiveHead(DrafterModule):
         rows_B1 = torch.arange(len(batch.ids_BT), device=batch.ids_BT.device)[:, None]
         anchors = batch.anchors_BA
         x_BAD, context_k, context_v = self._context(batch, rows_B1)
-        blocked_BAT = torch.arange(context_k.shape[1], device=anchors.device) > anchors[:, :, None]
+        blocked_BAT, first_BA = batch.pairs_hidden(), batch.anchor_positions()
         own_keys: list[Tensor] = []  # of steps 2.., [B, A, kv_heads, head_dim]
         own_values: list[Tensor] = []
         outputs = []
         for k in range(self.config.num_draft_tokens):
-            positions_BA = anchors + k
+            positions_BA = first_BA + k
             normed = self.attention_norm(x_BAD)
             if k > 0:
                 key, value = self.keys_values(normed, positions_BA)
@@ -230,17 +230,15 @@ class RecursiveHead(DrafterModule):
         return DraftLogits(self.logits(torch.stack(outputs, dim=2)), {})
 
     def _context(self, batch: TrainingBatch, rows_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step 1's input at the anchors [B, A, D]; keys and values [B, T', kv_heads, head_dim] of the pairs up to them.
+        """Step 1's input at the anchors [B, A, D]; keys and values [B, T, kv_heads, head_dim] of the pairs up to them.
 
-        Nobody looks at what lies behind a sequence's last anchor, padding above all: there the keys are zero.
+        Nobody looks at what lies behind a document's last anchor, padding above all: there the keys are zero.
         """
-        length = int(batch.anchors_BA.max()) + 1
-        positions_BT = torch.arange(length, device=rows_B1.device).expand(len(rows_B1), -1)
-        seen_BT = positions_BT <= batch.anchors_BA.amax(dim=1, keepdim=True)
-        tokens_N, features_NF = batch.ids_BT[:, 1 : length + 1][seen_BT], batch.features_BTF[:, :length][seen_BT]
+        seen_BT = batch.pairs_seen()
+        tokens_N, features_NF = batch.ids_BT.roll(-1, dims=1)[seen_BT], batch.features_BTF[seen_BT]
         x_ND = self.enter(tokens_N, self.fuse(features_NF))  # pair p joins the features at p with the token at p + 1
         padded = []
-        for part_NHD in self.keys_values(self.attention_norm(x_ND), positions_BT[seen_BT]):
+        for part_NHD in self.keys_values(self.attention_norm(x_ND), batch.positions_BT[seen_BT]):
             whole = part_NHD.new_zeros((*seen_BT.shape, *part_NHD.shape[1:]))
             padded.append(whole.index_put((seen_BT,), part_NHD))
         place_BT = (seen_BT.flatten().cumsum(dim=0) - 1).view_as(seen_BT)  # of a pair among the N

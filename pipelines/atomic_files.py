@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
+
+from pipelines.remote import RemoteFile, open_filesystem, patiently
+
+T = TypeVar("T")
+
+REMOTE_READ_BYTES = 2**16  # asked for at once, at least
 
 
 class AtomicFolder:
@@ -22,7 +29,7 @@ class AtomicFolder:
         if "://" not in uri:
             uri = str(Path(uri).expanduser().absolute())
         self.scratch = scratch
-        self.fs, root = fsspec.core.url_to_fs(uri.rstrip("/"))
+        self.fs, root = open_filesystem(uri.rstrip("/"))
         self.root = str(root).rstrip("/")
         # absolute, so that it means the same to workers, whose working directory is another
         self.uri = self.root if isinstance(self.fs, LocalFileSystem) else uri.rstrip("/")
@@ -39,7 +46,7 @@ class AtomicFolder:
         """Write a file (bytes or a buffer) atomically, replacing an older one."""
         local = self.local
         if local is None:
-            self.fs.pipe_file(self.path(name), bytes(data))
+            patiently(lambda: self.fs.pipe_file(self.path(name), bytes(data)))
             return
         final = local / name
         temp = local / self.scratch / f"{final.name}.{uuid.uuid4().hex}.tmp"
@@ -57,12 +64,22 @@ class AtomicFolder:
 
     def read(self, name: str) -> bytes:
         """The file's bytes. Raises FileNotFoundError."""
-        return bytes(self.fs.cat_file(self.path(name)))
+        return bytes(self._ask(lambda: self.fs.cat_file(self.path(name))))
+
+    def open(self, name: str) -> IO[bytes]:
+        """The file, to read anywhere in. Raises FileNotFoundError."""
+        if self.local is not None:
+            return self.fs.open(self.path(name), "rb")
+        return io.BufferedReader(RemoteFile(self.fs, self.path(name)), REMOTE_READ_BYTES)
+
+    def _ask(self, operation: Callable[[], T]) -> T:
+        """With patience for a server; a local disk gets none."""
+        return operation() if self.local is not None else patiently(operation)
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, or None if it does not exist."""
         try:
-            return int(self.fs.info(self.path(name))["size"])
+            return int(self._ask(lambda: self.fs.info(self.path(name)))["size"])
         except FileNotFoundError:
             return None
 
@@ -70,7 +87,7 @@ class AtomicFolder:
         """Names in the folder (or a sub-folder of it), sorted; none if it does not exist."""
         self.fs.invalidate_cache()
         try:
-            entries = self.fs.ls(self.path(folder).rstrip("/"), detail=False)
+            entries = self._ask(lambda: self.fs.ls(self.path(folder).rstrip("/"), detail=False))
         except FileNotFoundError:
             return []
         return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
@@ -80,7 +97,7 @@ class AtomicFolder:
         local = self.local
         if local is None:
             if not only_temporary and self.names(self.scratch):
-                self.fs.rm(self.path(self.scratch), recursive=True)
+                patiently(lambda: self.fs.rm(self.path(self.scratch), recursive=True))
         elif only_temporary:
             for file in (local / self.scratch).glob("*.tmp"):
                 file.unlink(missing_ok=True)

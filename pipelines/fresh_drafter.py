@@ -1,8 +1,9 @@
-"""A fresh drafter for training: the options, the target's folder and the training sequences in, a bound module out."""
+"""A fresh drafter for training: the options, the target's folder and the draft vocabulary in, a bound module out."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,19 @@ from drafters.drafter_module import DrafterModule
 from drafters.mtp import MtpConfig, make_mtp
 from drafters.target import SharedWeights, shared_weights
 from drafters.target_source import safetensors_header, weight_files
-from pipelines.draft_vocabulary import draft_vocabulary
-from pipelines.train_config import DRAFT_VOCAB_COVERAGE, TrainConfig, TrainError
-from pipelines.training import TrainingSequence
-
-TAP_SEQUENCES = 64  # training sequences that the scale of the taps is read off
+from pipelines.train_config import TrainConfig, TrainError
+from pipelines.training_sequence import TrainingSequence
 
 
 def fresh_drafter(
     config: TrainConfig,
     target_path: Path,
     target_layer_ids: tuple[int, ...],
-    training: list[TrainingSequence],
+    vocabulary: Tensor,
     mask_token_id: int | None = None,
 ) -> DrafterModule:
-    """A drafter in the target's dimensions, with the draft vocabulary of these sequences. DFlash needs a mask token."""
+    """A drafter in the target's dimensions that drafts these tokens (ascending ids [W]). DFlash needs a mask token."""
     shared = shared_weights(target_path, torch.float32)
-    coverage = config.draft_vocab_coverage or DRAFT_VOCAB_COVERAGE
-    vocabulary = draft_vocabulary(training, len(shared.embedding_VD), config.draft_vocab_size, coverage)
     common: dict[str, Any] = {
         "vocab_size": len(shared.embedding_VD),
         "target_layer_ids": target_layer_ids,
@@ -54,9 +50,14 @@ def fresh_drafter(
     module.draft_vocab_ids.copy_(vocabulary)
     module.bind(shared)
     module.start_from_target()
-    if isinstance(module, DFlashModule):
-        module.scale_taps(torch.cat([s.features for s in training[:TAP_SEQUENCES]]))
     return module
+
+
+def scale_taps(module: DrafterModule, sequences: Sequence[TrainingSequence]) -> None:
+    """Let a fresh drafter that asks for it read the scale of each tap off some training sequences."""
+    if isinstance(module, DFlashModule):
+        features = torch.cat([s.features for s in sequences]).float()
+        module.scale_taps(features[torch.isfinite(features).all(dim=1)])
 
 
 def _shape(shared: SharedWeights) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from drafters.target import (
     Target,
     TargetError,
-    chat_template_hash,
     check_shareable,
     load_target,
     target_fingerprint,
@@ -23,11 +23,12 @@ from drafters.target import (
 )
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.prompts import PromptRow, PromptSet, RejectedRow, read_prompts
-from pipelines.rollout_schema import RolloutMetadata
-from pipelines.rollout_size import check_size, estimate_size, tapped_layers
+from pipelines.rollout_schema import RolloutMetadata, schema_version_of
+from pipelines.rollout_size import SizeEstimate, check_size, estimate_size, tapped_layers
 from pipelines.rollout_store import RolloutStore, ShardRecord, shard_name
 from pipelines.shard_generator import ShardContext, shard_item
 from pipelines.shard_pool import GenerateProgress, Meter, OnProgress, make_shards
+from serving.chat_options import ChatTemplate
 
 __all__ = ["GenerateConfig", "GenerateError", "GenerateProgress", "GenerateReport", "generate"]
 
@@ -39,6 +40,7 @@ class GenerateReport:
     output: str
     rows: int
     rejected: int
+    rejected_by_kind: dict[str, int]  # the most frequent first
     shards_made: int
     shards_reused: int
     prompt_tokens: int
@@ -49,7 +51,10 @@ class GenerateReport:
 
 
 def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> GenerateReport:
-    """Make (or complete) a rollout set. Raises TargetError, PromptError, RolloutError or GenerateError."""
+    """Make (or complete) a rollout set.
+
+    Raises TargetError, PromptError, ChatOptionsError, RolloutError or GenerateError.
+    """
     say = on_progress or (lambda _: None)
     target = load_target(config.target, on_progress=lambda text: say(GenerateProgress(message=text)))
     if config.with_features:
@@ -60,6 +65,7 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
         max_prompt_tokens=_max_prompt_tokens(config, target),
         chat=config.chat,
         limit=config.limit,
+        options=config.chat_options,
     )
     metadata = _metadata(config, target)
     shards = _divide(prompts.rows, config.rows_per_shard)
@@ -68,16 +74,16 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
     store.begin(plan)
     done = store.records(len(shards))
     missing = {name: rows for name, rows in shards.items() if name not in done}
-    size = estimate_size(config, target, [row for rows in missing.values() for row in rows])
+    size = _size(config, target, [row for rows in missing.values() for row in rows])
     there = f"{len(done)} of {len(shards)} shards are there already"
     say(GenerateProgress(message=f"{size}; {there}" if missing else there))
-    check_size(config, store, missing=size, whole=estimate_size(config, target, prompts.rows))
+    check_size(config, store, missing=size, whole=_size(config, target, prompts.rows))
 
     started, meter = (
         time.monotonic(),
         Meter(say, rows_total=len(prompts.rows), rows_before=len(prompts.rows) - size.rows),
     )
-    longest = max(len(row.prompt_ids) for row in prompts.rows) + config.max_new_tokens
+    longest = max(row.most_tokens(config.max_new_tokens) for row in prompts.rows)
     max_len = min(target.max_len, math.ceil(longest / 64) * 64)
     context = ShardContext(
         config=config,
@@ -94,6 +100,7 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
         output=store.uri,
         rows=manifest.rows,
         rejected=manifest.rejected,
+        rejected_by_kind=_kinds(prompts, records),
         shards_made=len(made),
         shards_reused=len(done),
         prompt_tokens=manifest.prompt_tokens,
@@ -132,8 +139,10 @@ def _metadata(config: GenerateConfig, target: Target) -> RolloutMetadata:
         target=config.target,
         target_fingerprint=target_fingerprint(target.path, layers),
         tokenizer_hash=tokenizer_hash(target.path),
-        chat_template_hash=chat_template_hash(target.path),
+        chat_template_hash=ChatTemplate(target, config.chat_options).hash,
         target_layer_ids=layers,
+        schema_version=schema_version_of(config.features_dtype),
+        chat_options=config.chat_options,
     )
 
 
@@ -142,23 +151,49 @@ def _divide(rows: list[PromptRow], rows_per_shard: int) -> dict[str, list[Prompt
     return {shard_name(i, count): rows[i * rows_per_shard : (i + 1) * rows_per_shard] for i in range(count)}
 
 
+def _size(config: GenerateConfig, target: Target, rows: list[PromptRow]) -> SizeEstimate:
+    """How much the rows may come to, every turn of theirs counted as a row of its own."""
+    turns = [replace(row, prompt_ids=ids) for row in rows for ids in (row.prompt_ids, *_added(row))]
+    return replace(estimate_size(config, target, turns), rows=len(rows))
+
+
+def _added(row: PromptRow) -> list[list[int]]:
+    """What is put before each further turn, at its longest."""
+    return [follow_up.closing_ids + follow_up.opening_ids for follow_up in row.follow_ups]
+
+
 def _plan(config: GenerateConfig, metadata: RolloutMetadata, prompts: PromptSet) -> dict[str, Any]:
     """Everything that decides the bytes: a rerun must agree with all of it.
 
     Batch and threads are among them: the torch backend rounds differently in other company.
     """
     own = ("prompts", "limit", "chat", "max_prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    engine = ("with_features", "dtype", "backend", "batch", "rows_per_shard", "drafter")
+    engine = ("with_features", "features_dtype", "dtype", "backend", "batch", "rows_per_shard", "drafter")
     origin = metadata.as_json()
     del origin["code_version"]
+    # named one by one where they are given (the template by its hash), so that a refusal can say in a line what differs
+    options = origin.pop("chat_options", {})
+    told = {name: options[name] for name in ("system", "thinking") if options.get(name) not in (None, "default")}
     return (
         {name: getattr(config, name) for name in own + engine}
         | origin
+        | told
         | {"threads": config.threads, "prompts_sha256": prompts.sha256, "rows": len(prompts.rows)}
     )
 
 
 def _all_rejects(config: GenerateConfig, prompts: PromptSet, records: list[ShardRecord]) -> list[RejectedRow]:
-    """Rows that the reader refused, and rows that failed while generating, by line."""
-    failed = [RejectedRow(config.prompts, entry["line"], entry["reason"]) for r in records for entry in r.rejected]
-    return sorted([*prompts.rejected, *failed], key=lambda row: row.line)
+    """Rows that the reader refused, and rows that failed while generating, by file and line."""
+    failed = [
+        RejectedRow(entry.get("file") or config.prompts, entry["line"], entry["reason"])
+        for record in records
+        for entry in record.rejected
+    ]
+    order = {name: place for place, name in enumerate(prompts.files)}
+    return sorted([*prompts.rejected, *failed], key=lambda row: (order.get(row.file, 0), row.line))
+
+
+def _kinds(prompts: PromptSet, records: list[ShardRecord]) -> dict[str, int]:
+    """How many rows were rejected for each kind of reason, the most frequent first."""
+    failed = [entry.get("kind", "generation failed") for record in records for entry in record.rejected]
+    return dict(Counter([*prompts.kinds, *failed]).most_common())

@@ -21,7 +21,8 @@ from drafters.acceptance import Acceptance
 from drafters.checkpoint import PROVENANCE, read_provenance
 from drafters.drafter_module import DrafterModule
 from pipelines.atomic_files import AtomicFolder
-from pipelines.training import TrainingSequence, accepted_drafts, walk_rounds
+from pipelines.expected_acceptance import accepted_drafts, walk_rounds
+from pipelines.training_sequence import TrainingSequence
 
 if TYPE_CHECKING:  # workers make cases and never load the engine
     from serving.engine.engine import Engine
@@ -65,17 +66,16 @@ class ParityResult:
 
 
 def parity_cases(
-    module: DrafterModule, held_out: list[TrainingSequence], num_draft_tokens: int, limit: int
+    module: DrafterModule, held_out: Sequence[TrainingSequence], num_draft_tokens: int, limit: int
 ) -> list[ParityCase]:
-    """Cases of up to `limit` greedy held-out sequences, spread over all of them."""
-    greedy = [s for s in held_out if s.greedy]
+    """Cases of up to `limit` turns of greedy held-out sequences, spread over all of them."""
+    greedy = [(s, span) for s in held_out if s.greedy for span in s.spans]
     count = min(limit, len(greedy))
-    chosen = [greedy[i * len(greedy) // count] for i in range(count)]
     cases = []
-    for sequence, accepted in zip(chosen, accepted_drafts(module, chosen, num_draft_tokens), strict=True):
+    for sequence, (first, end) in (greedy[i * len(greedy) // count] for i in range(count)):
         ids = sequence.ids.tolist()
-        prompt, response = ids[: sequence.prompt_len], ids[sequence.prompt_len :]
-        cases.append(ParityCase(prompt_ids=prompt, response_ids=response, accepted=accepted))
+        accepted = accepted_drafts(module, sequence, (first, end), num_draft_tokens)
+        cases.append(ParityCase(prompt_ids=ids[:first], response_ids=ids[first:end], accepted=accepted))
     return cases
 
 

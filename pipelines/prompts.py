@@ -1,30 +1,22 @@
-"""Prompt sets: a JSONL file (or a shipped set's name) in, token ids per row and the rejected rows out.
+"""Prompt sets: files of rows (or a shipped set's name) in, token ids per row and the rejected rows out.
 
 Rows are `{id?, category?, messages | prompt | turns}`; `generate --prompts` and `evaluate --prompts` read them.
-A bad row never stops a run and never vanishes: accepted + rejected = non-blank lines.
+A bad row never stops a run and never vanishes: accepted + rejected = non-blank lines (of Parquet: rows).
 """
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import json
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import fsspec
-
 from drafters.target import Target
-from pipelines.data import SHIPPED, shipped
+from pipelines.follow_ups import FollowUp, follow_ups
+from pipelines.prompt_files import Fields, PromptError, PromptFile, find_prompts, prompt_files, set_sha256
+from pipelines.prompt_rows import BadRowError, Conversation, RejectKind, conversation, row_category, row_id
+from serving.chat_options import ChatOptions, ChatTemplate
 
-ROLES = ("system", "user", "assistant")
-UTF8_BOM = b"\xef\xbb\xbf"
-
-
-class PromptError(ValueError):
-    """A prompt set that cannot be used at all; the message is one line with cause and mend."""
+__all__ = ["PromptError", "PromptRow", "PromptSet", "RejectedRow", "find_prompts", "read_prompts"]
 
 
 @dataclass(frozen=True)
@@ -34,221 +26,153 @@ class PromptRow:
     id: str  # unique within the set
     prompt_ids: list[int]  # at least one token
     category: str  # "" if the row has none
-    row_number: int  # line in the file, from 1
+    row_number: int  # line in its file (Parquet: row), from 1
+    file: str = field(default="", compare=False)  # as the rejects name it
+    follow_ups: list[FollowUp] = field(default_factory=list)  # what comes after each reply but the last
+
+    def most_tokens(self, max_new_tokens: int) -> int:
+        """Tokens of the whole sequence if every reply is as long as it may be."""
+        turns = len(self.follow_ups) + 1
+        return len(self.prompt_ids) + sum(map(len, self.follow_ups)) + turns * max_new_tokens
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PromptRow:
+        return cls(**{**values, "follow_ups": [FollowUp(**item) for item in values["follow_ups"]]})
 
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """One line that cannot be used, and why."""
+    """One row that cannot be used, and why."""
 
     file: str
-    line: int  # from 1
+    line: int  # from 1; of Parquet, the row
     reason: str
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The accepted and rejected rows of one file."""
+    """The accepted and rejected rows of a set's files."""
 
-    file: str
-    sha256: str  # of the file's bytes
+    file: str  # the set as it was asked for
+    sha256: str  # over the bytes of all its files
     rows: list[PromptRow]
     rejected: list[RejectedRow]
-
-
-class _BadRowError(Exception):
-    """Why a row is rejected."""
-
-
-def find_prompts(spec: str) -> str:
-    """The path or URI of a prompt set that is given by a shipped set's name, a path, or a URI."""
-    return str(shipped(spec)) if spec in SHIPPED else spec
+    kinds: list[RejectKind]  # what each rejected row is counted under
+    files: list[str]  # in the order in which they were read
 
 
 def read_prompts(
-    spec: str, target: Target, *, max_prompt_tokens: int | None = None, chat: bool = False, limit: int | None = None
+    spec: str,
+    target: Target,
+    *,
+    max_prompt_tokens: int | None = None,
+    chat: bool = False,
+    limit: int | None = None,
+    options: ChatOptions | None = None,
 ) -> PromptSet:
-    """Read and tokenise a prompt set.
+    """Read and tokenise a prompt set: a shipped set's name, a file, or a pattern of files (path or URI).
 
-    `messages` (and one-element `turns`) go through the target's chat template, with the turn of the assistant opened.
-    `prompt` is a raw completion prompt, control tokens included, unless `chat` wraps it into a user turn. Elsewhere
-    text that spells one of the target's control tokens is rejected. `limit` ends the reading after that many accepted
-    rows. Raises PromptError if the file is missing, unreadable, or has no usable row.
+    `messages` and `turns` go through the target's chat template, with the turn of the assistant opened and `options`
+    applied. `prompt` is a raw completion prompt, control tokens included, unless `chat` wraps it into a user turn.
+    Elsewhere text that spells one of the target's control tokens is rejected. `limit` ends the reading after that many
+    accepted rows; files behind them count for the checksum alone. Only the first prompt of `turns` must fit into
+    `max_prompt_tokens`. Raises PromptError if a file is missing or unreadable or no row is usable, and
+    ChatOptionsError.
     """
-    file = find_prompts(spec)
-    data = _read_bytes(file, spec)
-    reader = _RowReader(target, max_prompt_tokens or target.max_len, chat)
-    rows: list[PromptRow] = []
-    rejected: list[RejectedRow] = []
-    first_lines: dict[str, int] = {}
-    for number, line in _lines(data):
-        if limit is not None and len(rows) >= limit:
-            break
+    reader = _RowReader(target, ChatTemplate(target, options), max_prompt_tokens or target.max_len, chat)
+    read = PromptSet(spec, "", [], [], [], [])
+    checksums: list[tuple[str, str]] = []
+    for file in prompt_files(spec):
+        read.files.append(file.name)
+        checksums.append((file.label, file.sha256))
+        if limit is None or len(read.rows) < limit:
+            _read_file(reader, file, limit, read)
+    if not read.rows:
+        raise _none_usable(spec, read)
+    return replace(read, sha256=set_sha256(checksums))
+
+
+def _read_file(reader: _RowReader, file: PromptFile, limit: int | None, read: PromptSet) -> None:
+    """Append the file's rows to the accepted and the rejected ones."""
+    for number, fields in file.rows():
+        if limit is not None and len(read.rows) >= limit:
+            return
         try:
-            row = reader.read(line, number)
-            if row.id in first_lines:
-                raise _BadRowError(f"id {row.id!r} is already that of line {first_lines[row.id]}")
-        except _BadRowError as error:
-            rejected.append(RejectedRow(spec, number, str(error)))
-            continue
-        first_lines[row.id] = number
-        rows.append(row)
-    if not rows and not rejected:
-        raise PromptError(f"prompts {spec}: the file is empty; give one JSON object per line")
-    if not rows:
-        first = rejected[0]
-        raise PromptError(
-            f"prompts {spec}: none of its {len(rejected)} rows can be used (line {first.line}: {first.reason})"
-        )
-    return PromptSet(spec, hashlib.sha256(data).hexdigest(), rows, rejected)
+            read.rows.append(reader.read(fields, file, number))
+        except BadRowError as error:
+            read.rejected.append(RejectedRow(file.name, number, str(error)))
+            read.kinds.append(error.kind)
 
 
-def _read_bytes(file: str, spec: str) -> bytes:
-    """The file's bytes, decompressed if its name ends in .gz."""
-    if file.endswith(".parquet"):
-        raise PromptError(f"prompts {spec}: Parquet is not read here; give .jsonl or .jsonl.gz")
-    try:
-        with fsspec.open(file, "rb") as stream:
-            data = bytes(stream.read())
-        data = gzip.decompress(data) if file.endswith(".gz") else data
-    except FileNotFoundError:
-        names = ", ".join(SHIPPED)
-        raise PromptError(f"prompts {spec} do not exist; give a file, a URI, or a shipped set ({names})") from None
-    except IsADirectoryError:
-        raise PromptError(f"prompts {spec} is a folder; give one .jsonl file") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error):
-        raise PromptError(f"prompts {spec}: the gzip data is damaged; write the file again") from None
-    except Exception as error:  # every remote file system has its own kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise PromptError(f"prompts {spec} cannot be read ({reason}); check the path and its permissions") from error
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise PromptError(f"prompts {spec} are UTF-16; save the file as UTF-8")
-    return data.removeprefix(UTF8_BOM)
-
-
-def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of every non-blank line; a carriage return before the line feed is dropped."""
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if stripped := line.strip():
-            yield number, stripped
+def _none_usable(spec: str, read: PromptSet) -> PromptError:
+    several = len(read.files) > 1
+    if not read.rejected:
+        what = f"all {len(read.files)} files are" if several else "the file is"
+        return PromptError(f"prompts {spec}: {what} empty; give one row per prompt, such as a JSON object per line")
+    first = read.rejected[0]
+    where = f"{first.file}, line" if several else "line"
+    return PromptError(
+        f"prompts {spec}: none of its {len(read.rejected)} rows can be used ({where} {first.line}: {first.reason})"
+    )
 
 
 class _RowReader:
-    """Turns one line into a PromptRow, or raises _BadRowError with the reason."""
+    """Turns one row into a PromptRow, or raises BadRowError with the reason."""
 
-    def __init__(self, target: Target, max_prompt_tokens: int, chat: bool):
-        self.tokenizer, self.max_prompt_tokens, self.chat = target.tokenizer, max_prompt_tokens, chat
+    def __init__(self, target: Target, template: ChatTemplate, max_prompt_tokens: int, chat: bool):
+        self.target, self.template = target, template
+        self.max_prompt_tokens, self.chat = max_prompt_tokens, chat
         added = target.tokenizer.added_tokens_decoder.values()
         self.control_tokens = sorted(token.content for token in added if token.special)
+        self.places: dict[str, tuple[str, int]] = {}  # of the ids so far: file and line
+        template.check()
+        for token in self.control_tokens:
+            if token in (template.options.system or ""):
+                raise PromptError(f"the system turn holds the target's control token {token}; leave that out")
 
-    def read(self, line: bytes, number: int) -> PromptRow:
-        row = _parse(line)
-        category = row.get("category")
-        if category is not None and not isinstance(category, str):
-            raise _BadRowError(f"category is {_kind(category)}; give a string")
-        row_id = _row_id(row.get("id"), number)
+    def read(self, fields: Fields | BadRowError, file: PromptFile, number: int) -> PromptRow:
+        if isinstance(fields, BadRowError):
+            raise fields
+        category = row_category(fields.get("category"))
+        name = row_id(fields.get("id"), file.place(number))
         try:
-            ids = self._prompt_ids(row)
+            prompt_ids, following = self._ids(conversation(fields))
         except UnicodeEncodeError:
-            raise _BadRowError("the text holds half of a surrogate pair, which is no character") from None
-        if len(ids) > self.max_prompt_tokens:
-            raise _BadRowError(f"the prompt has {len(ids)} tokens, {self.max_prompt_tokens} fit")
-        if not ids:
-            raise _BadRowError("the text gives no tokens")
-        return PromptRow(row_id, ids, category or "", number)
+            reason = "the text holds half of a surrogate pair, which is no character"
+            raise BadRowError("half a character", reason) from None
+        if len(prompt_ids) > self.max_prompt_tokens:
+            raise BadRowError("too long", f"the prompt has {len(prompt_ids)} tokens, {self.max_prompt_tokens} fit")
+        if not prompt_ids:
+            raise BadRowError("no tokens", "the text gives no tokens")
+        if name in self.places:
+            where = "{1}" if self.places[name][0] == file.name else "{1} of {0}"
+            raise BadRowError("duplicate id", f"id {name!r} is already that of line {where.format(*self.places[name])}")
+        self.places[name] = file.name, number
+        return PromptRow(name, prompt_ids, category, number, file.name, following)
 
-    def _prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        given = [key for key in ("messages", "prompt", "turns") if row.get(key) is not None]
-        if len(given) != 1:
-            raise _BadRowError("no text" if not given else f"has both {' and '.join(given)}; give one of them")
-        value = row[given[0]]
-        if given[0] == "messages":
-            return self._chat_ids(_messages(value))
-        if given[0] == "prompt":
-            text = _text(value, "prompt")
-            return self._chat_ids([{"role": "user", "content": text}]) if self.chat else self._raw_ids(text)
-        if not isinstance(value, list) or not value:
-            raise _BadRowError(f"turns is {_kind(value)}; give a list with one string")
-        if len(value) > 1:
-            raise _BadRowError(f"turns has {len(value)} entries; rows of several turns are not continued yet")
-        return self._chat_ids([{"role": "user", "content": _text(value[0], "turns[0]")}])
-
-    def _raw_ids(self, text: str) -> list[int]:
-        text.encode()
-        return [int(i) for i in self.tokenizer(text)["input_ids"]]
-
-    def _chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        for message in messages:
-            message["content"].encode()
+    def _ids(self, row: Conversation) -> tuple[list[int], list[FollowUp]]:
+        """The first prompt, and what follows each reply."""
+        if row.prompt is not None and not self.chat:
+            row.prompt.encode()
+            return [int(i) for i in self.target.tokenizer(row.prompt)["input_ids"]], []
+        if row.prompt is not None:
+            row = Conversation(messages=({"role": "user", "content": row.prompt},))
+        for text in (*(message["content"] for message in row.messages), *row.later_turns):
+            text.encode()
             for token in self.control_tokens:
-                if token in message["content"]:
-                    raise _BadRowError(f"the text holds the target's control token {token}")
-        if not self.tokenizer.chat_template:
-            raise _BadRowError("the target has no chat template; give `prompt` rows without --chat")
+                if token in text:
+                    raise BadRowError("control token", f"the text holds the target's control token {token}")
+        if not self.template.exists:
+            raise BadRowError("no chat template", "the target has no chat template; give `prompt` rows without --chat")
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.template.render(row.messages)
+            following = follow_ups(row, self.target, self.template)
+        except BadRowError:
+            raise
         except Exception as error:  # templates raise errors of their own, such as for a system turn
-            raise _BadRowError(f"the chat template refuses it ({str(error).splitlines()[0]})") from None
-        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _BadRowError(f"not UTF-8 (byte {error.start} of the line)") from None
-    except json.JSONDecodeError as error:
-        raise _BadRowError(f"not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError):
-        raise _BadRowError("not JSON that can be read") from None
-    if not isinstance(row, dict):
-        raise _BadRowError(f"the line is {_kind(row)}; give a JSON object")
-    return row
-
-
-def _row_id(value: Any, number: int) -> str:
-    """The row's own id, or one made from its line number."""
-    if value is None:
-        return f"line-{number:06d}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str) or not value.strip():
-        raise _BadRowError(f"id is {_kind(value)}; give a string that is not empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _BadRowError("id holds half of a surrogate pair, which is no character") from None
-    return value
-
-
-def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list):
-        raise _BadRowError(f"messages is {_kind(value)}; give a list of {{role, content}}")
-    if not value:
-        raise _BadRowError("no text")
-    messages = []
-    for i, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise _BadRowError(f"messages[{i}] is {_kind(message)}; give {{role, content}}")
-        role = message.get("role")
-        if role not in ROLES:
-            raise _BadRowError(f"messages[{i}].role is {str(role)[:40]!r}; give one of {', '.join(ROLES)}")
-        messages.append({"role": role, "content": _text(message.get("content"), f"messages[{i}].content")})
-    if messages[-1]["role"] != "user":
-        raise _BadRowError(f"the last message is of the {messages[-1]['role']}; end with one of the user")
-    return messages
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _BadRowError(f"{where} is {_kind(value)}; give a string")
-    if not value.strip():
-        raise _BadRowError(f"{where} has no text")
-    return value
-
-
-def _kind(value: Any) -> str:
-    """What a JSON value is, in words."""
-    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    kind = kinds.get(type(value), "a number")
-    return f"{kind} without entries" if value in ("", [], {}) else kind
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise BadRowError("refused by the chat template", f"the chat template refuses it ({reason})") from None
+        return [int(i) for i in self.target.tokenizer(text, add_special_tokens=False)["input_ids"]], following

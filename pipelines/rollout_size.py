@@ -6,11 +6,13 @@ import shutil
 from dataclasses import dataclass
 
 from drafters.target import Target, mtp_target_layer_ids
+from pipelines.feature_codec import FEATURE_DTYPES, bytes_per_token
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.prompts import PromptRow
 from pipelines.rollout_store import RolloutStore
 
-FEATURE_BYTES = 2  # features are kept in bfloat16
+PLAIN_TOKEN_BYTES = 6  # an id and a mask entry per token, before compression
+PLAIN_ROW_BYTES = 400  # the other columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +21,29 @@ class SizeEstimate:
 
     rows: int
     tokens: int
-    bytes_without_features: int
-    bytes_with_features: int
+    taps: int
+    width: int  # of one tapped layer
+    features_dtype: str  # as they will be stored
+
+    def bytes_per_token(self, features_dtype: str) -> int:
+        """What a token takes with features of that dtype, the row's other columns not counted."""
+        return PLAIN_TOKEN_BYTES + bytes_per_token(features_dtype, self.taps, self.width)
+
+    @property
+    def bytes_without_features(self) -> int:
+        return PLAIN_TOKEN_BYTES * self.tokens + PLAIN_ROW_BYTES * self.rows
+
+    @property
+    def bytes_with_features(self) -> int:
+        return self.bytes_per_token(self.features_dtype) * self.tokens + PLAIN_ROW_BYTES * self.rows
 
     def __str__(self) -> str:
+        others = [dtype for dtype in FEATURE_DTYPES if dtype != self.features_dtype]
+        instead = ", ".join(f"{as_size(self.bytes_per_token(dtype))} in {dtype}" for dtype in others)
         return (
             f"{self.rows} rows, up to {self.tokens:,} tokens: {as_size(self.bytes_with_features)} with features, "
-            f"{as_size(self.bytes_without_features)} without"
+            f"{as_size(self.bytes_without_features)} without; per token with features "
+            f"{as_size(self.bytes_per_token(self.features_dtype))} in {self.features_dtype} ({instead})"
         )
 
 
@@ -46,11 +64,12 @@ def tapped_layers(config: GenerateConfig, target: Target) -> tuple[int, ...]:
 def estimate_size(config: GenerateConfig, target: Target, rows: list[PromptRow]) -> SizeEstimate:
     """How much the rows may come to."""
     tokens = sum(len(row.prompt_ids) + config.max_new_tokens for row in rows)
-    plain = 6 * tokens + 400 * len(rows)  # an id and a mask entry per token; the other columns
-    taps = len(tapped_layers(config, target)) or config.num_taps
-    features = tokens * taps * target.width * FEATURE_BYTES
     return SizeEstimate(
-        rows=len(rows), tokens=tokens, bytes_without_features=plain, bytes_with_features=plain + features
+        rows=len(rows),
+        tokens=tokens,
+        taps=len(tapped_layers(config, target)) or config.num_taps,
+        width=target.width,
+        features_dtype=config.features_dtype,
     )
 
 
@@ -60,7 +79,8 @@ def check_size(config: GenerateConfig, store: RolloutStore, *, missing: SizeEsti
     def wanted(size: SizeEstimate) -> int:
         return size.bytes_with_features if config.with_features else size.bytes_without_features
 
-    mend = "generate fewer rows or tokens, tap fewer layers, or leave the features out"
+    lighter = "" if config.features_dtype == "int8" else "store features as int8, "
+    mend = f"generate fewer rows or tokens, tap fewer layers, {lighter}or leave the features out"
     if config.max_bytes is not None and wanted(whole) > config.max_bytes:
         raise GenerateError(
             f"the rollouts may take {as_size(wanted(whole))}, more than max_bytes {as_size(config.max_bytes)}; {mend}"
@@ -78,7 +98,7 @@ def check_size(config: GenerateConfig, store: RolloutStore, *, missing: SizeEsti
 def as_size(num_bytes: float) -> str:
     """Bytes in words: 1.3 GB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
+        if num_bytes < 999.5:  # what rounds to 1000 is 1 of the next
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.1f} TB"

@@ -1,9 +1,6 @@
 """A rollout set on disk or S3: written shard by shard by `draftloop generate`, read by `draftloop train`.
 
-    plan.json  part-00000-of-00012.parquet ...  rejects.jsonl  manifest.json
-
-plan.json comes first and ties the folder to one kind of rollouts; manifest.json comes last and lists every shard with
-its checksum: a folder without it is not finished. `_work/` holds one record per finished shard until then.
+What lies in its folder, and what the folder says about it, is in rollout_manifest.py.
 """
 
 from __future__ import annotations
@@ -11,48 +8,55 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.atomic_files import AtomicFolder
+from pipelines.feature_codec import ENGINE_DTYPE
 from pipelines.prompts import RejectedRow
-from pipelines.rollout_schema import SCHEMA_VERSION, Rollout, RolloutMetadata, rollout_table, rollouts_of
+from pipelines.rollout_manifest import (
+    MANIFEST,
+    PLAN,
+    RECORDS,
+    REJECTS,
+    Manifest,
+    RolloutError,
+    ShardRecord,
+    json_bytes,
+    open_folder,
+    read_manifest,
+    reason,
+    shard_name,
+)
+from pipelines.rollout_schema import Rollout, RolloutMetadata, rollout_table, rollouts_of
 
-PLAN, MANIFEST, REJECTS, RECORDS = "plan.json", "manifest.json", "rejects.jsonl", "_work"
+__all__ = [
+    "Manifest",
+    "RolloutError",
+    "RolloutSet",
+    "RolloutStore",
+    "ShardRecord",
+    "file_sha256",
+    "iter_rollouts",
+    "open_rollouts",
+    "parquet_bytes",
+    "shard_name",
+]
+
 ROW_GROUP_BYTES = 64 * 2**20  # of features: what a reader holds at a time
 READ_BYTES = 2**20  # of a file, at a time, for its checksum
-
-
-class RolloutError(ValueError):
-    """A folder that is no usable rollout set, or that must not be written to; one line with cause and mend."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardRecord:
-    """What the manifest says about one shard."""
-
-    name: str
-    rows: int
-    prompt_tokens: int
-    response_tokens: int
-    bytes: int
-    sha256: str
-    rejected: list[dict[str, Any]] = field(default_factory=list)  # rows that failed while generating: {line, reason}
-
-
-def shard_name(index: int, count: int) -> str:
-    """The name of shard `index` of `count`."""
-    return f"part-{index:05d}-of-{count:05d}.parquet"
+OLDER_PLANS: dict[str, Any] = {"features_dtype": ENGINE_DTYPE}  # what was done before plans had the key
 
 
 class RolloutStore:
-    """The writing side of a rollout set."""
+    """The writing side of a rollout set; features are stored as `features_dtype`, None: in the dtype they have."""
 
-    def __init__(self, uri: str):
-        self.folder = _open_folder(uri)
+    def __init__(self, uri: str, *, features_dtype: str | None = None):
+        self.features_dtype = features_dtype
+        self.folder = open_folder(uri)
         self.uri = self.folder.uri
 
     def begin(self, plan: dict[str, Any]) -> None:
@@ -67,13 +71,13 @@ class RolloutStore:
             elif foreign := [name for name in names if name not in (PLAN, RECORDS)]:
                 raise RolloutError(f"output {self.uri} holds other files ({foreign[0]}); give a new or empty folder")
             else:
-                self.folder.write(PLAN, _json_bytes(plan))
+                self.folder.write(PLAN, json_bytes(plan))
             self.folder.clear_scratch(only_temporary=True)
         except RolloutError:
             raise
         except Exception as error:
             raise RolloutError(
-                f"output {self.uri} cannot be written ({_reason(error)}); check path and access"
+                f"output {self.uri} cannot be written ({reason(error)}); check path and access"
             ) from error
 
     def _is_begun(self, names: list[str]) -> bool:
@@ -89,7 +93,8 @@ class RolloutStore:
             raise RolloutError(
                 f"output {self.uri} has a damaged {PLAN}; give another folder or delete this one"
             ) from None
-        plan = json.loads(_json_bytes(plan))
+        plan = json.loads(json_bytes(plan))
+        before = {key: value for key, value in OLDER_PLANS.items() if key in plan} | before
         differing = sorted(key for key in before.keys() | plan.keys() if before.get(key) != plan.get(key))
         if differing:
             changes = "; ".join(f"{key} was {before.get(key)!r}, now {plan.get(key)!r}" for key in differing[:4])
@@ -109,7 +114,7 @@ class RolloutStore:
         """Records of all complete shards, from the manifest if there is one, else from the shards' own records."""
         names = [shard_name(i, count) for i in range(count)]
         if MANIFEST in self.folder.names():
-            listed = {shard.name: shard for shard in _read_manifest(self.folder).shards}
+            listed = {shard.name: shard for shard in read_manifest(self.folder).shards}
             return {n: listed[n] for n in names if n in listed and self.folder.size(n) == listed[n].bytes}
         started = set(self.folder.names(RECORDS))
         found = [self.record(name) for name in names if f"{name}.json" in started]
@@ -123,18 +128,18 @@ class RolloutStore:
         rejected: Sequence[dict[str, Any]] = (),
     ) -> ShardRecord:
         """Write one shard and its record, each atomically. Equal rows give equal bytes."""
-        data = parquet_bytes(rollout_table(rollouts, metadata))
+        data = parquet_bytes(rollout_table(rollouts, metadata, self.features_dtype))
         record = ShardRecord(
             name=name,
             rows=len(rollouts),
             prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
-            response_tokens=sum(len(r.response_ids) for r in rollouts),
+            response_tokens=sum(sum(r.loss_mask) for r in rollouts),  # what a user said in between is none
             bytes=data.size,
             sha256=hashlib.sha256(data).hexdigest(),
             rejected=list(rejected),
         )
         self.folder.write(name, data)
-        self.folder.write(f"{RECORDS}/{name}.json", _json_bytes(asdict(record)))
+        self.folder.write(f"{RECORDS}/{name}.json", json_bytes(asdict(record)))
         return record
 
     def finish(
@@ -149,59 +154,30 @@ class RolloutStore:
         manifest = Manifest(metadata=metadata, config=plan, shards=ordered, rejected=len(rejects))
         lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rejects]
         self.folder.write(REJECTS, "".join(lines).encode())
-        self.folder.write(MANIFEST, _json_bytes(manifest.as_json()))
+        self.folder.write(MANIFEST, json_bytes(manifest.as_json()))
         self.folder.clear_scratch()
         return manifest
 
 
 def parquet_bytes(table: pa.Table) -> pa.Buffer:
-    """The table as a Parquet file; features go uncompressed, since zstd saves little on them and costs time."""
+    """The table as a Parquet file.
+
+    Features go uncompressed, since zstd saves little on them and costs time, but for int8: most codes are small, and
+    zstd takes two fifths away.
+    """
     feature_bytes = table.column("features").nbytes
     rows_per_group = max(1, int(table.num_rows * ROW_GROUP_BYTES / max(feature_bytes, ROW_GROUP_BYTES)))
-    plain = [name for name in table.column_names if name != "features"]
+    int8 = "features_scale" in table.column_names
     sink = pa.BufferOutputStream()
     pq.write_table(
         table,
         sink,
         row_group_size=rows_per_group,
-        compression={name: "none" if name == "features" else "zstd" for name in table.column_names},
+        compression={n: "none" if n == "features" and not int8 else "zstd" for n in table.column_names},
         use_dictionary=["category", "finish_reason", "features_dtype"],
-        write_statistics=plain,
+        write_statistics=[name for name in table.column_names if name not in ("features", "features_scale")],
     )
     return sink.getvalue()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a finished rollout set holds."""
-
-    metadata: RolloutMetadata
-    config: dict[str, Any]  # the plan it was made with
-    shards: list[ShardRecord]
-    rejected: int
-
-    @property
-    def rows(self) -> int:
-        return sum(shard.rows for shard in self.shards)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(shard.prompt_tokens for shard in self.shards)
-
-    @property
-    def response_tokens(self) -> int:
-        return sum(shard.response_tokens for shard in self.shards)
-
-    @property
-    def bytes(self) -> int:
-        return sum(shard.bytes for shard in self.shards)
-
-    def as_json(self) -> dict[str, Any]:
-        totals = {
-            name: getattr(self, name) for name in ("rows", "rejected", "prompt_tokens", "response_tokens", "bytes")
-        }
-        shards = [asdict(shard) for shard in self.shards]
-        return self.metadata.as_json() | totals | {"config": self.config, "shards": shards}
 
 
 @dataclass(frozen=True)
@@ -242,7 +218,7 @@ class RolloutSet:
 
     def _read_shard(self, shard: ShardRecord, with_features: bool) -> Iterator[Rollout]:
         try:
-            with self.folder.fs.open(self.folder.path(shard.name), "rb") as stream:
+            with self.folder.open(shard.name) as stream:
                 file = pq.ParquetFile(stream)
                 names = file.schema_arrow.names
                 columns = names if with_features else [name for name in names if not name.startswith("features")]
@@ -250,7 +226,7 @@ class RolloutSet:
                     yield from rollouts_of(batch)
         except (OSError, pa.ArrowException) as error:
             raise RolloutError(
-                f"shard {self.uri}/{shard.name} cannot be read ({_reason(error)}); delete it and run generate again"
+                f"shard {self.uri}/{shard.name} cannot be read ({reason(error)}); delete it and run generate again"
             ) from error
 
     def check_target(self, fingerprint: str) -> None:
@@ -263,30 +239,32 @@ class RolloutSet:
 
     def check(self) -> None:
         """Compare every shard with its checksum. Raises RolloutError naming the shards that differ."""
-        bad = [shard.name for shard in self.manifest.shards if self._sha256(shard.name) != shard.sha256]
+        bad = [shard.name for shard in self.manifest.shards if file_sha256(self.folder, shard.name) != shard.sha256]
         if bad:
             raise RolloutError(f"rollouts {self.uri}: {', '.join(bad)} are damaged; delete them and run generate again")
 
-    def _sha256(self, name: str) -> str:
-        digest = hashlib.sha256()
-        with self.folder.fs.open(self.folder.path(name), "rb") as stream:
-            while block := stream.read(READ_BYTES):
-                digest.update(block)
-        return digest.hexdigest()
+
+def file_sha256(folder: AtomicFolder, name: str) -> str:
+    """The checksum of a file, read piece by piece."""
+    digest = hashlib.sha256()
+    with folder.open(name) as stream:
+        while block := stream.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def open_rollouts(uri: str, *, target_fingerprint: str | None = None) -> RolloutSet:
     """A finished rollout set. Raises RolloutError if it is none, unfinished, lacks shards, or is another target's."""
-    folder = _open_folder(uri)
+    folder = open_folder(uri)
     try:
         names = folder.names()
     except Exception as error:
-        raise RolloutError(f"rollouts {uri} cannot be read ({_reason(error)}); check path and access") from error
+        raise RolloutError(f"rollouts {uri} cannot be read ({reason(error)}); check path and access") from error
     if MANIFEST not in names:
         if PLAN in names:
             raise RolloutError(f"rollouts {uri} are not finished; run the same generate command again")
         raise RolloutError(f"{uri} is not a rollout set (no {MANIFEST}); give the --output of generate")
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     broken = [shard.name for shard in manifest.shards if folder.size(shard.name) != shard.bytes]
     if broken:
         raise RolloutError(f"rollouts {uri}: {', '.join(broken[:3])} missing or cut short; run generate again")
@@ -299,38 +277,3 @@ def open_rollouts(uri: str, *, target_fingerprint: str | None = None) -> Rollout
 def iter_rollouts(uri: str, *, with_features: bool = True) -> Iterator[Rollout]:
     """The rows of a finished rollout set."""
     return open_rollouts(uri).rollouts(with_features=with_features)
-
-
-def _open_folder(uri: str) -> AtomicFolder:
-    try:
-        return AtomicFolder(uri, scratch=RECORDS)
-    except Exception as error:  # an unknown protocol, missing credentials
-        raise RolloutError(f"{uri} cannot be opened ({_reason(error)}); give a folder or an s3:// address") from error
-
-
-def _read_manifest(folder: AtomicFolder) -> Manifest:
-    try:
-        values = json.loads(folder.read(MANIFEST))
-        version = values["schema_version"]
-        if version != SCHEMA_VERSION:
-            raise RolloutError(
-                f"rollouts {folder.uri} have schema version {version}, not {SCHEMA_VERSION}; generate them again"
-            )
-        return Manifest(
-            metadata=RolloutMetadata.from_json(values),
-            config=values["config"],
-            shards=[ShardRecord(**shard) for shard in values["shards"]],
-            rejected=values["rejected"],
-        )
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
-        raise RolloutError(
-            f"rollouts {folder.uri} have a damaged {MANIFEST}; delete it and run generate again"
-        ) from None
-
-
-def _json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

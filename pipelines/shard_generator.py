@@ -6,7 +6,6 @@ so that its bytes depend on nothing but its own rows.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ import ray
 import torch
 from torch import Tensor
 
+from pipelines.dialogue import Dialogue
+from pipelines.prompt_rows import BadRowError
 from pipelines.prompts import PromptRow
 from pipelines.rollout_schema import Rollout, RolloutMetadata
 from pipelines.rollout_store import RolloutStore, ShardRecord
@@ -25,8 +26,6 @@ from pipelines.rollout_store import RolloutStore, ShardRecord
 if TYPE_CHECKING:
     from pipelines.generate_config import GenerateConfig
     from serving.engine.engine import Engine
-    from serving.engine.sampling import Sampling
-    from serving.engine.sequence import Completion
 
 REPORT_EVERY_S = 1.0  # how often an actor tells the progress board where it stands
 
@@ -40,18 +39,12 @@ class ShardContext:
     target: str  # absolute path of the driver's copy
     drafter: str | None  # absolute path
     output: str  # absolute URI
-    max_len: int  # tokens of the longest row, prompt and response
+    max_len: int  # tokens of the longest row, prompt and response, or of the target's context
 
 
 def shard_item(name: str, rows: list[PromptRow]) -> dict[str, str]:
     """One shard's work as a row of a Ray dataset: text, so that any Arrow block can hold it."""
-    return {"name": name, "rows": json.dumps([asdict(row) for row in rows])}
-
-
-def row_seed(seed: int, row_id: str) -> int:
-    """The seed of a row's random stream: the same whichever shard or run the row is in."""
-    digest = hashlib.sha256(f"{seed}\0{row_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return {"name": name, "rows": json.dumps([row.as_json() for row in rows])}
 
 
 @ray.remote(num_cpus=0)
@@ -73,7 +66,7 @@ class ShardGenerator:
 
     def __init__(self, context: ShardContext, board: Any):
         self.context, self.board = context, board
-        self.store = RolloutStore(context.output)
+        self.store = RolloutStore(context.output, features_dtype=context.config.features_dtype)
         self._engine: Engine | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
@@ -84,7 +77,7 @@ class ShardGenerator:
         try:
             record = self.store.record(name)  # written before this actor was restarted
             if record is None:
-                record = self._generate(name, [PromptRow(**row) for row in json.loads(rows)])
+                record = self._generate(name, [PromptRow.from_json(row) for row in json.loads(rows)])
             return {"name": name, "record": asdict(record)}
         except Exception as error:
             self._engine = None  # its slots may hold half a shard
@@ -92,38 +85,47 @@ class ShardGenerator:
             return {"name": name, "error": f"{type(error).__name__}: {reason}"}
 
     def _generate(self, name: str, rows: list[PromptRow]) -> ShardRecord:
-        engine, config = self.engine(), self.context.config
+        engine = self.engine()
         layers = self.context.metadata.target_layer_ids
-        by_id = {row.id: row for row in rows}
-        done: dict[str, Rollout] = {}
-        rejected: list[dict[str, Any]] = []
-        for completion in self._completions(engine, name, rows):
-            row = by_id[completion.request_id]
-            features = pick_layers(completion.features_TF, tuple(engine.target_layer_ids), layers)
-            rollout = _rollout(row, completion, config.sampling(row_seed(config.seed, row.id)), features)
-            reason = _unusable(rollout, completion)
-            if reason:
-                rejected.append({"line": row.row_number, "reason": reason})
+        done: dict[int, Rollout] = {}
+        rejected: dict[int, dict[str, Any]] = {}
+        for place, dialogue in self._dialogues(engine, name, rows):
+            features = pick_layers(dialogue.features_TF, tuple(engine.target_layer_ids), layers)
+            rollout = dialogue.rollout(features)
+            if bad := _unusable(rollout):
+                row = dialogue.row
+                rejected[place] = {"file": row.file, "line": row.row_number, "kind": bad.kind, "reason": str(bad)}
             else:
-                done[row.id] = rollout
-        ordered = [done[row.id] for row in rows if row.id in done]
-        rejected.sort(key=lambda entry: entry["line"])
-        return self.store.write_shard(name, ordered, self.context.metadata, rejected)
+                done[place] = rollout
+        ordered = [done[place] for place in sorted(done)]
+        return self.store.write_shard(name, ordered, self.context.metadata, [rejected[p] for p in sorted(rejected)])
 
-    def _completions(self, engine: Engine, name: str, rows: list[PromptRow]) -> Iterator[Completion]:
-        """Run the rows through the engine's slots, telling the board how it goes."""
+    def _dialogues(self, engine: Engine, name: str, rows: list[PromptRow]) -> Iterator[tuple[int, Dialogue]]:
+        """Run the rows through the engine's slots, a row's next turn as soon as its last is over; tell the board.
+
+        Yields (place in the shard, finished dialogue).
+        """
         config = self.context.config
-        for row in rows:
-            sampling = config.sampling(row_seed(config.seed, row.id))
-            engine.add(row.prompt_ids, sampling, request_id=row.id, keep_features=config.with_features)
+        dialogues = [Dialogue(row, config, engine.max_len) for row in rows]
+
+        def ask(place: int) -> None:
+            dialogue = dialogues[place]
+            engine.add(dialogue.ids, dialogue.sampling(), request_id=str(place), keep_features=config.with_features)
+
+        for place in range(len(rows)):
+            ask(place)
         finished = tokens = 0
         reported = time.monotonic()
         while engine.has_work:
             for progress in engine.step():
                 tokens += len(progress.token_ids)
                 if progress.completion:
+                    place = int(progress.request_id)
+                    if dialogues[place].take(progress.completion):
+                        ask(place)
+                        continue
                     finished += 1
-                    yield progress.completion
+                    yield place, dialogues[place]
             if time.monotonic() - reported > REPORT_EVERY_S or not engine.has_work:
                 reported = time.monotonic()
                 self.board.note.remote(name, finished, tokens)
@@ -155,22 +157,6 @@ class ShardGenerator:
         return self._engine
 
 
-def _rollout(row: PromptRow, completion: Completion, sampling: Sampling, features_TF: Tensor | None) -> Rollout:
-    return Rollout(
-        id=row.id,
-        category=row.category,
-        prompt_ids=row.prompt_ids,
-        response_ids=completion.token_ids,
-        finish_reason=completion.finish_reason,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        max_new_tokens=sampling.max_new_tokens,
-        features_TF=features_TF,
-    )
-
-
 def pick_layers(features_TF: Tensor | None, have: tuple[int, ...], want: tuple[int, ...]) -> Tensor | None:
     """The features of the wanted layers, where a drafter makes the engine tap more of them."""
     if features_TF is None or have == want:
@@ -179,10 +165,10 @@ def pick_layers(features_TF: Tensor | None, have: tuple[int, ...], want: tuple[i
     return features_TF.unflatten(1, (len(have), -1))[:, places].flatten(1)
 
 
-def _unusable(rollout: Rollout, completion: Completion) -> str | None:
+def _unusable(rollout: Rollout) -> BadRowError | None:
     """Why a finished row is left out, or None."""
-    if completion.finish_reason not in ("stop", "length"):
-        return f"generation ended with {completion.finish_reason}"
+    if rollout.finish_reason not in ("stop", "length"):
+        return BadRowError("generation failed", f"generation ended with {rollout.finish_reason}")
     if rollout.features_TF is not None and not bool(torch.isfinite(rollout.features_TF).all()):
-        return "the target's hidden states are not finite"
+        return BadRowError("hidden states not finite", "the target's hidden states are not finite")
     return None

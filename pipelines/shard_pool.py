@@ -114,12 +114,12 @@ def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: 
 
 def check_resources(config: GenerateConfig) -> None:
     """Raise GenerateError if the least pool can never start: Ray would wait for ever."""
-    actors, each = config.num_actors[0], {"CPU": config.cpus, "GPU": config.gpus_per_actor}
+    actors, each = config.num_actors[0], {"CPU": config.cpus, "GPU": config.gpus_per_actor, **dict(config.resources)}
     need = {name: actors * amount for name, amount in each.items()}
     need["CPU"] += 1  # a pool that takes every CPU leaves none for reading
     if lacking := lacking_resource(need):
         name, have = lacking
-        option = f"{name.lower()}s_per_actor"
+        option = f"{name.lower()}s_per_actor" if name in ("CPU", "GPU") else f"resource {name}"
         raise GenerateError(
             f"{actors} actors with {option} {each[name]:g} need {need[name]:g} {name}s, "
             f"Ray has {have:g}; lower num_actors or {option}"
@@ -177,6 +177,7 @@ def _dataset(context: ShardContext, items: list[dict[str, str]], board: Any) -> 
         ),
         num_cpus=config.cpus,
         num_gpus=config.gpus_per_actor or None,
+        resources=dict(config.resources) or None,
     )
 
 

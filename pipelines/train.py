@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,19 +23,21 @@ import torch
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
-from drafters.checkpoint import is_drafter
-from drafters.target import Target, load_target
+from drafters.target import Target, load_target, target_fingerprint
+from pipelines.drafter_folder import check_output, install
 from pipelines.evaluate import versions
+from pipelines.joint_setup import TRUNK, own_cases
 from pipelines.mask_token import mask_token
+from pipelines.online_setup import online_source, tapped_layers
 from pipelines.parity import ParityCase, run_parity
 from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainConfig, TrainError
-from pipelines.train_worker import DRAFTER, PARITY, REPORT, train_worker
+from pipelines.train_worker import DRAFTER, PARITY, REPORT, SCORE, WorkerArguments, train_worker
 from pipelines.training import CurvePoint
-from pipelines.training_data import check_sets
+from pipelines.training_data import check_sets, training_data
+from pipelines.warm_start import as_started, check_start
 
-DRAFTER_FILES = {"config.json", "model.safetensors", "provenance.json", "evaluation.json"}
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
 MAX_FAILURES = 3  # workers that may die before the run gives up
 MAX_FAILED_STARTS = 10  # times that the workers may fail to start, such as for a cluster that grows too slowly
@@ -54,7 +54,11 @@ class TrainReport:
     held_out_sequences: int
     response_tokens: int  # of the training sequences
     steps: int
+    skipped_steps: int  # whose gradient was not finite
+    skipped_sequences: int  # whose features were not finite, repeats counted
     seconds: float  # Ray's start included
+    best_step: int  # at which expected tau was best: the drafter is of that step
+    ntp_loss: float | None  # joint regime: of the trained trunk on the held-out sequences
     loss: float
     accuracy_by_position: list[float]
     expected_tau: float | None  # on the held-out sequences
@@ -76,32 +80,46 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     One that fails the parity gate is kept; the report and its provenance say so.
     """
     started = time.monotonic()
+    config = as_started(config)
     target = load_target(config.target)
-    sets = check_sets(config.rollouts, target)
-    check_taps(config, target, sets[0])
-    mask = mask_token(target, sets, config.dflash.mask_token_id) if config.kind == "dflash" else None
+    sets = check_sets(config.rollouts, target, tokens_only=config.tokens_only)
+    layers = tapped_layers(config, target, sets[0])
+    check_taps(config, target, layers)
+    check_start(config, layers)
+    data = training_data(config, sets, target)
+    fresh_blocks = config.kind == "dflash" and config.init_from is None
+    mask = mask_token(target, sets, config.dflash.mask_token_id) if fresh_blocks else None
     output = Path(config.output).expanduser().resolve()
     check_output(output)
     start_ray()
     check_resources(config)
     board = _Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     work = output.parent / f".{output.name}.training"
-    arguments = {
-        "config": config,
-        "target_path": str(target.path.absolute()),
-        "rollouts": [rollouts.uri for rollouts in sets],
-        "mask_token_id": mask,
-        "board": board,
-        "versions": versions(),
-    }
+    arguments = WorkerArguments(
+        config=config,
+        target_path=str(target.path.absolute()),
+        target_layer_ids=layers,
+        target_fingerprint=target_fingerprint(target.path, layers),
+        rollouts=[rollouts.uri for rollouts in sets],
+        online=online_source(config, target, layers, [rollouts.uri for rollouts in sets], data),
+        data=data,
+        mask_token_id=mask,
+        board=board,
+        versions=versions(),
+    )
     with _Relay(board, on_progress):
         checkpoint = _fit(config, arguments, work, run_name(config, sets))
     with checkpoint.as_directory() as folder:
-        _install(Path(folder) / DRAFTER, output)
+        install(Path(folder) / DRAFTER, output)
         report = json.loads((Path(folder) / REPORT).read_text())
         cases = [ParityCase(**case) for case in json.loads((Path(folder) / PARITY).read_text())]
     device = "cuda" if config.use_gpu and torch.cuda.is_available() else "cpu"
-    parity = run_parity(target.path, output, cases, config.drafts(), device)
+    served = target.path
+    if config.joint is not None:
+        served = output / TRUNK
+        prompts = [case.prompt_ids for case in cases]
+        cases = own_cases(served, output, prompts, config.drafts(), device)
+    parity = run_parity(served, output, cases, config.drafts(), device)
     shutil.rmtree(work, ignore_errors=True)  # not before: the same command goes on at the gate, if that was interrupted
     return TrainReport(
         **report,
@@ -113,21 +131,26 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     )
 
 
-def _fit(config: TrainConfig, arguments: dict[str, Any], work: Path, name: str) -> Checkpoint:
+def _fit(config: TrainConfig, arguments: WorkerArguments, work: Path, name: str) -> Checkpoint:
     """Run the workers, from where a run of this name has stopped; returns the last checkpoint. Raises TrainError."""
+    workers, least = config.num_workers, config.min_workers or config.num_workers
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config=arguments,
+        train_loop_config={"arguments": arguments},
         scaling_config=ScalingConfig(
-            num_workers=config.num_workers,
+            num_workers=workers if least == workers else (least, workers),  # type: ignore[arg-type]  # stub of older
             use_gpu=config.use_gpu,
-            resources_per_worker={"CPU": config.cpus_per_worker} | ({"GPU": 1} if config.use_gpu else {}),
+            resources_per_worker={"CPU": config.cpus_per_worker}
+            | ({"GPU": 1} if config.use_gpu else {})
+            | dict(config.resources),
         ),
         run_config=RunConfig(
             name=name,
             storage_path=str(work),
             failure_config=_failure_config(),
-            checkpoint_config=CheckpointConfig(num_to_keep=1),
+            checkpoint_config=CheckpointConfig(
+                num_to_keep=config.keep_checkpoints, checkpoint_score_attribute=SCORE, checkpoint_score_order="max"
+            ),
         ),
     )
     try:
@@ -139,9 +162,9 @@ def _fit(config: TrainConfig, arguments: dict[str, Any], work: Path, name: str) 
     return result.checkpoint
 
 
-def check_taps(config: TrainConfig, target: Target, rollouts: RolloutSet) -> None:
+def check_taps(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> None:
     """Raise TrainError if the loss needs the target's logits, which only its last layer's features give."""
-    taps, last = rollouts.metadata.target_layer_ids, target.num_layers - 1
+    last = target.num_layers - 1
     if config.steps.loss.kind == "kl" and taps[-1] != last:
         raise TrainError(
             f"loss is kl, which needs the features of the target's last layer ({last}), and the rollouts tap "
@@ -149,31 +172,21 @@ def check_taps(config: TrainConfig, target: Target, rollouts: RolloutSet) -> Non
         )
 
 
-def check_output(output: Path) -> None:
-    """Refuse to replace anything but an older drafter, such as a target's folder. Raises TrainError."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        names = {p.name for p in output.iterdir() if not p.name.startswith(".")} if output.exists() else set()
-    except OSError as error:
-        raise TrainError(f"output {output} cannot be used ({error.strerror}); give a new or empty folder") from None
-    foreign = sorted(names - DRAFTER_FILES)
-    if names and not foreign and not is_drafter(output):
-        foreign = ["config.json"]
-    if foreign:
-        raise TrainError(f"output {output} holds other files ({foreign[0]}); give a new or empty folder")
-    if not os.access(output.parent, os.W_OK):
-        raise TrainError(f"output {output} cannot be written; give a folder that you may write to")
-
-
 def check_resources(config: TrainConfig) -> None:
     """Raise TrainError if the workers can never start."""
-    workers = config.num_workers
+    name = "min_workers" if config.min_workers else "num_workers"
+    workers = config.min_workers or config.num_workers
     need = {"GPU": float(workers if config.use_gpu else 0), "CPU": workers * config.cpus_per_worker}
+    need |= {name: workers * amount for name, amount in config.resources}
     if lacking := lacking_resource(need):
-        name, have = lacking
-        option = "use_gpu is on" if name == "GPU" else f"cpus_per_worker is {config.cpus_per_worker:g}"
-        mend = "lower num_workers" + (" or leave use_gpu off" if name == "GPU" else " or cpus_per_worker")
-        raise TrainError(f"num_workers is {workers} and {option}: {need[name]:g} {name}s, Ray has {have:g}; {mend}")
+        resource, have = lacking
+        option, way = {
+            "GPU": ("use_gpu is on", "leave use_gpu off"),
+            "CPU": (f"cpus_per_worker is {config.cpus_per_worker:g}", "cpus_per_worker"),
+        }.get(resource, (f"each needs {dict(config.resources).get(resource, 0):g} of {resource}", "resource"))
+        raise TrainError(
+            f"{name} is {workers} and {option}: {need[resource]:g} {resource}s, Ray has {have:g}; lower {name} or {way}"
+        )
 
 
 def _failure_config() -> FailureConfig:
@@ -188,19 +201,6 @@ def run_name(config: TrainConfig, sets: list[RolloutSet]) -> str:
     """Names a run by all that decides its weights, so that only the same run is continued."""
     facts = asdict(config) | {"output": None, "rollouts": [rollouts.manifest_sha256 for rollouts in sets]}
     return "train-" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _install(folder: Path, output: Path) -> None:
-    """Move a finished checkpoint to its place, whole."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    shutil.copytree(folder, staged / "new")
-    if output.exists():
-        os.replace(output, staged / "old")
-        for hidden in (staged / "old").glob(".*"):  # a file browser's or an editor's: no part of the drafter
-            os.replace(hidden, staged / "new" / hidden.name)
-    os.replace(staged / "new", output)
-    shutil.rmtree(staged)
 
 
 def _cause(error: BaseException) -> str:

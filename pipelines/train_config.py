@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from drafters.losses import LossConfig, LossKind, LossWeights
-from pipelines.training import Precision, StepConfig
+from pipelines.step_config import Precision, StepConfig
 
 DRAFT_VOCAB_COVERAGE = 0.95
 MTP_DRAFT_TOKENS = 5
@@ -44,6 +44,30 @@ class DFlashOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JointOptions:
+    """What only the joint regime has: trunk and heads learn together, L_NTP + beta * L_MTP."""
+
+    beta: float = 0.3  # weight of the heads' loss
+    trunk_learning_rate: float = 2e-5  # peak, of the trunk's own weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineOptions:
+    """What only online training has: the target actors that compute features while the drafter trains."""
+
+    num_taps: int = 3  # layers to tap, spread up to the last
+    target_layer_ids: tuple[int, ...] | None = None  # layers to tap, from 0; in place of `num_taps`
+    dtype: str = "float32"  # of the target: float32 or bfloat16
+    backend: str = "auto"  # of its engine: auto, native or torch
+    batch: int = 8  # sequences that an actor reads at once
+    num_actors: tuple[int, int] = (1, 1)  # least and most target actors for each trainer
+    cpus_per_actor: float = 1.0  # CPUs that Ray sets aside
+    gpus_per_actor: float = 0.0  # GPUs for an actor; 0 runs on the CPU
+    resources: tuple[tuple[str, float], ...] = ()  # custom ones that an actor's node must have
+    threads_per_actor: int | None = None  # compute threads; None: torch's choice
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What is trained, from what, and how."""
 
@@ -54,16 +78,24 @@ class TrainConfig:
     num_draft_tokens: int | None = None  # K, drafts that an MTP drafter is trained for; None: 5
     draft_vocab_coverage: float | None = None  # share of unseen response tokens that can be drafted; None: 0.95
     draft_vocab_size: int | None = None  # in place of the coverage: so many tokens can be drafted; 0: all
+    joint: JointOptions | None = None  # the target is trained too, into a new one; None: it stays as it is (frozen)
+    online: OnlineOptions | None = None  # features are computed on the way; None: they are read from the rollouts
     independent: IndependentOptions = field(default_factory=IndependentOptions)
     dflash: DFlashOptions = field(default_factory=DFlashOptions)
-    held_out: float = 0.05  # share of the rollouts that expected tau is measured on
+    held_out: float = 0.05  # share of the rollouts that expected tau is measured on, 1024 of them at most
+    cache_bytes: int = 4 * 2**30  # of features that a worker keeps in memory from one epoch to the next
     steps: StepConfig = field(default_factory=StepConfig)  # the optimiser and the loss
     parity_prompts: int = 32  # held-out prompts that the parity gate decodes, at most
-    num_workers: int = 1  # Ray Train workers
+    rollout_weights: tuple[float, ...] = ()  # times that each of `rollouts` is read per epoch; (): once
+    init_from: str | None = None  # drafter to go on from, in its own kind and shape; None: a fresh one
+    num_workers: int = 1  # Ray Train workers; elastic: at most
+    min_workers: int | None = None  # a run begins and goes on with as few, where there are no more; None: never fewer
     cpus_per_worker: float = 1.0  # logical CPUs that Ray sets aside
     threads_per_worker: int | None = None  # of torch; None: the machine's cores over the workers
     use_gpu: bool = False  # one GPU per worker
+    resources: tuple[tuple[str, float], ...] = ()  # custom ones that a worker's node must have: (name, amount)
     save_every_steps: int = 100  # a worker that dies loses at most so many steps
+    keep_checkpoints: int = 2  # saved states of an unfinished run: the latest and those of best expected tau
 
     def __post_init__(self) -> None:
         for name, value, good, mend in (*self._checks(), *_step_checks(self.steps, max(1, self.num_workers))):
@@ -71,6 +103,11 @@ class TrainConfig:
                 raise TrainError(f"{name} is {value}; give {mend}")
         self._check_belonging()
         _check_loss(self.steps.loss, blocks=self.kind == "dflash")
+
+    @property
+    def tokens_only(self) -> bool:
+        """Whether features that rollouts may have are left alone."""
+        return self.online is not None or self.joint is not None
 
     def drafts(self) -> int:
         """K, whatever the kind."""
@@ -80,6 +117,7 @@ class TrainConfig:
 
     def _checks(self) -> tuple[tuple[str, Any, bool, str], ...]:
         """(name, value, whether it is good, what to give) of the run's own options."""
+        least, weights = self.min_workers, self.rollout_weights
         size, coverage, number, block = (
             self.draft_vocab_size, self.draft_vocab_coverage, self.num_draft_tokens, self.dflash,
         )  # fmt: skip
@@ -93,11 +131,46 @@ class TrainConfig:
             ("num_hidden_layers", block.num_hidden_layers, block.num_hidden_layers >= 1, "at least 1"),
             ("selector_top_k", block.selector_top_k, block.selector_top_k >= 0, "0 for no selector, or more"),
             ("conv_kernel_size", block.conv_kernel_size, block.conv_kernel_size >= 0, "0 for none, or more"),
+            *self._online_checks(),
+            *self._joint_checks(),
             ("held_out", self.held_out, 0 < self.held_out < 1, "a share between 0 and 1"),
             ("parity_prompts", self.parity_prompts, self.parity_prompts >= 1, "at least 1"),
+            ("cache_bytes", self.cache_bytes, self.cache_bytes >= 0, "0 or more"),
             ("num_workers", self.num_workers, self.num_workers >= 1, "at least 1"),
             ("cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "more than 0"),
+            ("keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1"),
+            ("min_workers", least, least is None or 1 <= least <= self.num_workers, "1 to num_workers"),
+            ("rollout_weights", weights, len(weights) in (0, len(self.rollouts)), "one for each of the rollouts"),
+            ("rollout_weights", weights, all(0 < w < math.inf for w in weights), "numbers above 0"),
             ("save_every_steps", self.save_every_steps, self.save_every_steps >= 1, "at least 1"),
+        )
+
+    def _joint_checks(self) -> tuple[tuple[str, Any, bool, str], ...]:
+        joint = self.joint
+        if joint is None:
+            return ()
+        rate = joint.trunk_learning_rate
+        return (
+            ("beta", joint.beta, 0 <= joint.beta < math.inf, "0 or more"),
+            ("trunk_learning_rate", rate, 0 < rate < math.inf, "more than 0"),
+            ("kind", self.kind, self.kind != "dflash", "recursive or independent: the joint regime trains MTP heads"),
+            ("online", self.online, self.online is None, "no --online: a trunk puts out its features itself"),
+            ("init_from", self.init_from, self.init_from is None, "none: the joint regime begins with fresh heads"),
+        )
+
+    def _online_checks(self) -> tuple[tuple[str, Any, bool, str], ...]:
+        online = self.online
+        if online is None:
+            return ()
+        layers, (least, most) = online.target_layer_ids, online.num_actors
+        return (
+            ("num_taps", online.num_taps, online.num_taps >= 1, "at least 1"),
+            ("target_layer_ids", layers, layers is None or len(layers) > 0, "layers of the target"),
+            ("dtype", online.dtype, online.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+            ("batch", online.batch, online.batch >= 1, "at least 1"),
+            ("num_actors", online.num_actors, 1 <= least <= most, "1 <= least <= most"),
+            ("cpus_per_actor", online.cpus_per_actor, online.cpus_per_actor >= 0, "0 or more"),
+            ("gpus_per_actor", online.gpus_per_actor, online.gpus_per_actor >= 0, "0 or more"),
         )
 
     def _check_belonging(self) -> None:
@@ -119,11 +192,13 @@ class TrainConfig:
 
 
 def _step_checks(steps: StepConfig, workers: int) -> tuple[tuple[str, Any, bool, str], ...]:
-    number = steps.sequences_per_step
+    parts = steps.micro_batches
     return (
         ("epochs", steps.epochs, steps.epochs > 0, "more than 0"),
-        ("sequences_per_step", number, number >= 1, "at least 1"),
-        ("sequences_per_step", number, number % workers == 0, f"a multiple of the {workers} workers"),
+        ("tokens_per_step", steps.tokens_per_step, steps.tokens_per_step >= 1, "at least 1"),
+        ("micro_batches", parts, parts is None or parts >= workers, f"at least one for each of the {workers} workers"),
+        ("row_tokens", steps.row_tokens, steps.row_tokens >= 1, "at least 1"),
+        ("shuffle_tokens", steps.shuffle_tokens, steps.shuffle_tokens >= 1, "at least 1"),
         ("anchors_per_sequence", steps.anchors_per_sequence, steps.anchors_per_sequence >= 1, "at least 1"),
         ("learning_rate", steps.learning_rate, steps.learning_rate > 0, "more than 0"),
         ("precision", steps.precision, steps.precision in get_args(Precision), " or ".join(get_args(Precision))),

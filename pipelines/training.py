@@ -1,68 +1,51 @@
 """The training step of a drafter, without Ray: sequences in, a trained module and its curve out.
 
-The target is frozen; the loss is a weighted sum over draft positions (`drafters/losses.py`). Expected tau is read off
-by walking held-out continuations of the target round by round, as the engine would. `train.py` runs it on Ray.
+The target is frozen; the loss is a weighted sum over draft positions (`drafters/losses.py`). A step is the sum of its
+packs, whoever computes them: one worker or several, at once or one after another. `train.py` runs it on Ray.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafters.acceptance import Acceptance
 from drafters.drafter_module import DrafterModule, DraftLogits
-from drafters.losses import FinalNorm, LossConfig, draft_loss, position_weights, supervise
-from drafters.training_batch import TrainingBatch, pad_sequences, random_anchors
+from drafters.losses import FinalNorm, draft_loss, draftable_labels, position_weights, supervise
+from drafters.training_batch import TrainingBatch, pack_documents
+from pipelines.expected_acceptance import expected_acceptance
+from pipelines.pack_source import LanePack, PackSource
+from pipelines.step_config import StepConfig, multiplies_in_bfloat16
+from pipelines.training_sequence import TrainingSequence
+
+MAX_SKIPPED_STEPS = 10  # in a row, before training gives up
+MAX_SKIPPED_SHARE = 0.1  # of the sequences, before training gives up
+SHARE_COUNTS_FROM = 100  # sequences
+
+
+class TrainingFailedError(ValueError):
+    """Training that cannot go on; one line with cause and mend."""
 
 
 @dataclass(frozen=True)
-class TrainingSequence:
-    """One rollout as the trainer sees it."""
+class Team:
+    """This worker among those that train together."""
 
-    ids: Tensor  # int64 [T], prompt and response
-    prompt_len: int
-    features: Tensor  # [T - 1, taps * D]
-    category: str = ""  # of its prompt
-    greedy: bool = True  # the response is the target's argmax throughout
+    rank: int = 0
+    world: int = 1
+    sum: Callable[[Tensor], Tensor] = lambda tensor: tensor  # over all workers; everybody gets it
 
-
-ANCHORS_AT_ONCE = 128  # of a long sequence, whose logits for all anchors would not fit into memory
-Precision = Literal["auto", "float32", "bfloat16"]
-
-
-def multiplies_in_bfloat16(precision: Precision, device: torch.device) -> bool:
-    """Whether matrix products run in bfloat16."""
-    if precision != "auto":
-        return precision == "bfloat16"
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    native = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # elsewhere bfloat16 is emulated, and slow
-    return bool(native and native())
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepConfig:
-    """How the optimiser walks."""
-
-    epochs: float = 8.0  # passes over the training sequences
-    sequences_per_step: int = 8  # sequences of one optimiser step, over all workers
-    anchors_per_sequence: int = 20  # draft blocks trained per sequence and step
-    learning_rate: float = 2e-3  # peak, AdamW
-    warmup_fraction: float = 0.04  # of all steps; then cosine to zero
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0  # of the gradient
-    loss: LossConfig = field(default_factory=LossConfig)  # what is minimised
-    # of matrix products (autocast; weights and optimiser stay in float32); auto: bfloat16 where the device has it
-    precision: Precision = "auto"
-    seed: int = 0
-    evaluations: int = 5  # times that expected tau is measured, the end included
+    def lanes(self, count: int) -> range:
+        """The parts of a step that this worker computes."""
+        return range(self.rank, count, self.world)
 
 
 @dataclass(frozen=True)
@@ -78,6 +61,11 @@ class CurvePoint:
     acceptance_by_position: list[float] | None = None
     tokens: int = 0  # response tokens seen so far, repeats counted
     tau_by_category: dict[str, float] | None = None  # expected tau of the held-out sequences, category by category
+    skipped_steps: int = 0  # so far, whose gradient was not finite
+    skipped_sequences: int = 0  # so far, whose features were not finite
+    learning_rate: float = 0.0  # of this step
+    gradient_norm: float | None = None  # of this step, before clipping; None: not finite
+    ntp_loss: float | None = None  # joint regime: the trunk's next-token loss, mean since the last point
 
     @property
     def evaluated(self) -> bool:
@@ -87,138 +75,86 @@ class CurvePoint:
 
 @dataclass
 class _Window:
-    """Means since the last point shown."""
+    """Sums since the last point shown."""
 
     losses: list[float] = field(default_factory=list)
     correct_K: Tensor | int = 0
     known_K: Tensor | int = 0
+    extra: dict[str, list[float]] = field(default_factory=dict)  # further losses by the name of a point's field
 
-
-def expected_acceptance(module: DrafterModule, sequences: list[TrainingSequence], num_draft_tokens: int) -> Acceptance:
-    """What the engine would accept on the target's own continuations: rounds walked from anchor to anchor.
-
-    Rounds that would draft past the known continuation are left out.
-    """
-    acceptance = Acceptance()
-    for accepted in accepted_drafts(module, sequences, num_draft_tokens):
-        acceptance.add(walk_rounds(accepted, num_draft_tokens))
-    return acceptance
-
-
-def accepted_drafts(module: DrafterModule, sequences: list[TrainingSequence], num_draft_tokens: int) -> list[list[int]]:
-    """Per sequence, how many drafts would be kept in a round that begins after response token i = 0, 1, 2 ...
-
-    The lists end where drafts would reach past the known continuation.
-    """
-    was_training, device = module.training, module.lm_head_WD.device
-    module.eval()
-    accepted: list[list[int]] = []
-    for sequence in sequences:
-        first = sequence.prompt_len - 1
-        count = len(sequence.ids) - 1 - num_draft_tokens - first
-        if count < 1:
-            accepted.append([])
-            continue
-        kept: list[int] = []
-        for anchors in torch.arange(first, first + count).split(ANCHORS_AT_ONCE):
-            used = torch.ones((1, len(anchors)), dtype=torch.bool)
-            batch = make_batch([sequence], anchors[None], used).to(device)
-            match = (module.propose(batch) == batch.labels(num_draft_tokens))[0, :, :num_draft_tokens]
-            kept += match.long().cumprod(dim=1).sum(dim=1).tolist()
-        accepted.append(kept)
-    module.train(was_training)
-    return accepted
-
-
-def walk_rounds(accepted: Sequence[int], num_draft_tokens: int) -> Acceptance:
-    """The rounds within one list of `accepted_drafts`: each begins after the last token of the one before it."""
-    acceptance, place = Acceptance(), 0
-    while place < len(accepted):
-        kept = min(accepted[place], num_draft_tokens)
-        acceptance.record(num_draft_tokens, kept)
-        place += kept + 1
-    return acceptance
-
-
-def make_batch(sequences: list[TrainingSequence], anchors: Tensor, mask: Tensor) -> TrainingBatch:
-    """Pad sequences into a batch in float32."""
-    ids, features, lengths = pad_sequences([s.ids for s in sequences], [s.features for s in sequences], torch.float32)
-    return TrainingBatch(ids_BT=ids, features_BTF=features, lengths_B=lengths, anchors_BA=anchors, anchor_mask_BA=mask)
-
-
-def total_steps(config: StepConfig, num_sequences: int) -> int:
-    """Optimiser steps of a run over `num_sequences` training sequences."""
-    return max(1, math.ceil(config.epochs * num_sequences / config.sequences_per_step))
+    def means(self) -> dict[str, Any]:
+        return {name: sum(values) / max(1, len(values)) for name, values in self.extra.items()}
 
 
 class Trainer:
-    """Trains a bound module on its share of every step's sequences. One per worker; `rank` of `world` workers."""
+    """Trains a bound module on its share of every step's packs. One per worker."""
+
+    EXTRA: tuple[str, ...] = ()  # fields of a point that `_backward` returns beside the usual ones
 
     def __init__(
         self,
         module: DrafterModule,
-        sequences: list[TrainingSequence],
-        held_out: list[TrainingSequence],
+        source: PackSource,
+        held_out: Sequence[TrainingSequence],
         config: StepConfig,
         *,
-        rank: int = 0,
-        world: int = 1,
+        team: Team | None = None,
         forward: torch.nn.Module | None = None,
         final_norm: FinalNorm | None = None,
     ):
+        """`forward` is the module wrapped for distributed training. Every worker has all of `held_out`."""
         self.loss = config.loss.resolved(blocks=hasattr(module.config, "block_size"))
+        self.module, self.forward, self.source = module, forward or module, source
+        self.held_out, self.config, self.team = held_out, config, team or Team()
+        self.lanes = self.team.lanes(source.order.config.lanes)
         if config.loss.kind == "kl" and final_norm is None:
             raise ValueError("the kl loss recomputes the target's logits; give its final_norm")
-        if config.sequences_per_step % world:
-            raise ValueError(f"sequences_per_step ({config.sequences_per_step}) must divide by {world} workers")
-        if not sequences:
-            raise ValueError("no training sequence has three response tokens; generate more or longer rollouts")
-        self.module, self.forward = module, forward or module  # `forward` may be wrapped for distributed training
-        self.sequences, self.held_out, self.config = sequences, held_out, config
-        self.rank, self.world = rank, world
-        self.total_steps = total_steps(config, len(sequences))
+        if not self.lanes:
+            raise ValueError(f"{self.team.world} workers cannot share {source.order.config.lanes} micro-batches")
+        self.total_steps = source.order.steps_of(config.epochs)
         self.num_draft_tokens = module.config.num_draft_tokens
         if self.loss.weights != "dpace":
             module.slot_weights_K = position_weights(self.loss, self.num_draft_tokens)
-        device = module.lm_head_WD.device
+        self.device = module.lm_head_WD.device
         self.final_norm = None
         if final_norm is not None and config.loss.kind == "kl":
-            self.final_norm = FinalNorm(final_norm.weight_D.to(device), final_norm.eps)
-        parameters = [p for p in module.parameters() if p.requires_grad]
+            self.final_norm = FinalNorm(final_norm.weight_D.to(self.device), final_norm.eps)
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
+            self.parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
-        self.parameters = parameters
-        self.in_bfloat16 = multiplies_in_bfloat16(config.precision, device)
-        self.done = 0  # optimiser steps taken
-        self.seconds = 0.0  # that they took, over all starts
+        for group in self.optimizer.param_groups:
+            group["peak"] = config.learning_rate
+        self.in_bfloat16 = multiplies_in_bfloat16(config.precision, self.device)
+        # over all starts: optimiser steps taken, response tokens and sequences seen, seconds
+        self.done = self.tokens = self.sequences = 0
+        self.skipped_steps = self.skipped_in_a_row = self.skipped_sequences = 0
+        self.seconds = 0.0
+        self._gradient_norm: float | None = None
+
+    COUNTERS = ("done", "tokens", "sequences", "skipped_steps", "skipped_in_a_row", "skipped_sequences", "seconds")
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on after `done` steps: the order of the data is a function of seed and step alone."""
-        return {
-            "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "done": self.done,
-            "seconds": self.seconds,
-        }
+        """What it takes to go on after `done` steps: order, anchors and learning rate follow from seed and step."""
+        counters = {name: getattr(self, name) for name in self.COUNTERS}
+        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.done, self.seconds = int(state["done"]), float(state["seconds"])
+        for name in self.COUNTERS:
+            setattr(self, name, state[name])
 
     def run(self) -> Iterator[CurvePoint]:
-        """Train to the end, yielding a point after every step; some carry expected tau."""
-        window, tokens = _Window(), 0
+        """Train to the end, yielding a point after every step; some carry expected tau. Raises TrainingFailedError."""
+        window = _Window()
         every = max(1, math.ceil(self.total_steps / max(1, self.config.evaluations)))
         self.module.train()
-        for step, (chosen, anchor_seed) in enumerate(self._order(), start=1):
-            tokens += sum(len(s.ids) - s.prompt_len for s in chosen) * self.world
-            if step <= self.done:
-                continue
+        first = self.done + 1
+        for step, packs in enumerate(self.source.steps(self.lanes, first, self.total_steps), start=first):
             started = time.perf_counter()
-            self._step(step, chosen, anchor_seed, window)
+            self._step(step, packs, window)
             self.done, self.seconds = step, self.seconds + time.perf_counter() - started
             measured = by_category = None
             if step % every == 0 or step == self.total_steps:
@@ -228,69 +164,137 @@ class Trainer:
                 step=step,
                 total_steps=self.total_steps,
                 seconds=self.seconds,
-                loss=sum(window.losses) / len(window.losses),
+                loss=sum(window.losses) / max(1, len(window.losses)),
                 accuracy_by_position=(correct / known.clamp(min=1)).tolist(),
                 expected_tau=measured.tau if measured else None,
                 acceptance_by_position=measured.by_position if measured else None,
-                tokens=tokens,
+                tokens=self.tokens,
                 tau_by_category=by_category,
+                skipped_steps=self.skipped_steps,
+                skipped_sequences=self.skipped_sequences,
+                learning_rate=self.config.learning_rate * self._schedule(step),
+                gradient_norm=self._gradient_norm,
+                **window.means(),
             )
             if step % 10 == 0 or measured:
                 window = _Window()
 
-    def _expected(self) -> tuple[Acceptance, dict[str, float]]:
-        """Expected acceptance on the held-out sequences, and tau of each of their categories."""
-        parts: dict[str, list[TrainingSequence]] = {}
-        for sequence in self.held_out:
-            parts.setdefault(sequence.category, []).append(sequence)
-        whole, taus = Acceptance(), {}
-        for category, sequences in sorted(parts.items()):
-            part = expected_acceptance(self.module, sequences, self.num_draft_tokens)
-            whole.add(part)
-            if part.tau is not None:
-                taus[category] = part.tau
-        return whole, taus
+    # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _order(self) -> Iterator[tuple[list[TrainingSequence], int]]:
-        """This worker's sequences of every step and a seed for their anchors: a function of seed and step alone."""
-        generator = torch.Generator().manual_seed(self.config.seed)
-        order: list[int] = []
-        per_worker = self.config.sequences_per_step // self.world
-        for step in range(self.total_steps):
-            while len(order) < self.config.sequences_per_step:
-                order += torch.randperm(len(self.sequences), generator=generator).tolist()
-            chosen, order = order[: self.config.sequences_per_step], order[self.config.sequences_per_step :]
-            mine = chosen[self.rank * per_worker : (self.rank + 1) * per_worker]
-            yield [self.sequences[i] for i in mine], (self.config.seed * 1_000_003 + step) * self.world + self.rank
+    def _step(self, step: int, packs: Sequence[LanePack], window: _Window) -> None:
+        batches = [self._batch(step, pack) for pack in packs]
+        labels_K = self._count(packs, batches)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * self._schedule(step)
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = torch.zeros(1 + 2 * self.num_draft_tokens + len(self.EXTRA), device=self.device)
+        for number, batch in enumerate(batches, start=1):
+            with self._in_sync(number == len(batches)):
+                sums += self._backward(replace(batch, step_labels_K=labels_K))
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+        sizes = [1, self.num_draft_tokens, self.num_draft_tokens, len(self.EXTRA)]
+        loss, correct_K, known_K, extra = self.team.sum(sums).cpu().split(sizes)
+        self._gradient_norm = float(norm) if bool(torch.isfinite(norm)) else None
+        if self._gradient_norm is None:  # the same on every worker: gradients are the team's
+            self._skip(step)
+            return
+        self.optimizer.step()
+        self.skipped_in_a_row = 0
+        window.losses.append(float(loss))
+        window.correct_K = window.correct_K + correct_K
+        window.known_K = window.known_K + known_K
+        for name, value in zip(self.EXTRA, extra.tolist(), strict=True):
+            window.extra.setdefault(name, []).append(value)
 
-    def _step(self, step: int, chosen: list[TrainingSequence], anchor_seed: int, window: _Window) -> None:
-        device = self.module.lm_head_WD.device
-        anchors, mask = random_anchors(
-            [s.prompt_len for s in chosen],
-            [len(s.ids) for s in chosen],
-            self.config.anchors_per_sequence,
-            torch.Generator().manual_seed(anchor_seed),
-        )
-        batch = make_batch(chosen, anchors, mask).to(device)
-        with warnings.catch_warnings(), torch.autocast(device.type, torch.bfloat16, enabled=self.in_bfloat16):
+    def _batch(self, step: int, pack: LanePack) -> TrainingBatch:
+        """The lane's pack with anchors that follow from seed, step and lane."""
+        generator = self._anchor_generator(step, pack)
+        documents = [s.document(self.config.anchors_per_sequence, generator) for s in pack.sequences]
+        return pack_documents(documents, self.config.row_tokens).to(self.device)
+
+    def _anchor_generator(self, step: int, pack: LanePack) -> torch.Generator:
+        return torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) * 1009 + pack.lane)
+
+    def _count(self, packs: Sequence[LanePack], batches: Sequence[TrainingBatch]) -> Tensor:
+        """[K] labels of the whole step that can be drafted; counts what the team saw. Raises TrainingFailedError."""
+        sequences = [s for pack in packs for s in pack.sequences]
+        used = sum(int(batch.documents_used()) for batch in batches)
+        own = [sum(s.response_tokens for s in sequences), len(sequences), len(sequences) - used]
+        labels_K = torch.stack([draftable_labels(self.module, batch) for batch in batches]).sum(dim=0)
+        total = self.team.sum(torch.cat([labels_K.double(), torch.tensor(own, device=self.device).double()]))
+        tokens, seen, skipped = (int(x) for x in total[-3:])
+        self.tokens, self.sequences = self.tokens + tokens, self.sequences + seen
+        self.skipped_sequences += skipped
+        if self.sequences >= SHARE_COUNTS_FROM and self.skipped_sequences > MAX_SKIPPED_SHARE * self.sequences:
+            raise TrainingFailedError(
+                f"the features of {self.skipped_sequences} of {self.sequences} sequences are not finite; "
+                "generate the rollouts again, in another dtype if the target overflows"
+            )
+        return total[: self.num_draft_tokens].float()
+
+    def _backward(self, batch: TrainingBatch) -> Tensor:
+        """Add a batch's gradient; returns its part of the step's [loss, correct labels K, known labels K, EXTRA]."""
+        with warnings.catch_warnings(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bfloat16):
             # norms keep float32 weights: they are no matrix products
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
             output: DraftLogits = self.forward(batch)
         supervision = supervise(self.module, batch, self.final_norm)
         result = draft_loss(self.loss, output.logits_BAKW.flatten(0, 1), supervision)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(step)
-        self.optimizer.zero_grad(set_to_none=True)
         loss = result.loss + sum(output.auxiliary.values())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
-        self.optimizer.step()
-        window.losses.append(float(loss.detach()))
-        window.correct_K = window.correct_K + result.correct_K
-        window.known_K = window.known_K + result.known_K
+        (loss * self.team.world).backward()  # distributed training takes the mean over workers, a step is their sum
+        return torch.cat([loss.detach()[None], result.correct_K, result.known_K]).float()
 
-    def _learning_rate(self, step: int) -> float:
-        """Linear warm-up, then cosine to zero at the last step (1-based)."""
+    def _in_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Workers add up their gradients with the last of a step's batches."""
+        no_sync = getattr(self.forward, "no_sync", None)
+        return contextlib.nullcontext() if last or no_sync is None else no_sync()
+
+    def _skip(self, step: int) -> None:
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise TrainingFailedError(
+                f"the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step {step}; "
+                "give a lower learning_rate, or precision float32"
+            )
+
+    def _schedule(self, step: int) -> float:
+        """Share of the peak learning rate: linear warm-up, then cosine to zero at the last step (1-based)."""
         warmup = max(1.0, self.config.warmup_fraction * self.total_steps)
         cosine = 0.5 * (1 + math.cos(math.pi * (step - 1) / self.total_steps))
-        return self.config.learning_rate * min(1.0, step / warmup) * cosine
+        return min(1.0, step / warmup) * cosine
+
+    # -- expected tau -------------------------------------------------------------------------------------------------
+
+    def _expected(self) -> tuple[Acceptance, dict[str, float]]:
+        """Expected acceptance on the held-out sequences, and tau of each of their categories."""
+        categories = sorted({s.category for s in self.held_out})
+        parts = {category: Acceptance() for category in categories}
+        for sequence in self.held_out[self.team.rank :: self.team.world]:
+            parts[sequence.category].add(self._expected_of(sequence))
+        whole, taus = Acceptance(), {}
+        counts = torch.stack([_counts(parts[c], self.num_draft_tokens) for c in categories]) if categories else None
+        for category, row in zip(categories, [] if counts is None else self.team.sum(counts), strict=True):
+            part = _acceptance(row)
+            whole.add(part)
+            if part.tau is not None:
+                taus[category] = part.tau
+        return whole, taus
+
+    def _expected_of(self, sequence: TrainingSequence) -> Acceptance:
+        return expected_acceptance(self.module, [sequence], self.num_draft_tokens)
+
+
+def _counts(acceptance: Acceptance, num_draft_tokens: int) -> Tensor:
+    """[1 + 2K] the counters as numbers that can be added up."""
+    missing = [0] * (num_draft_tokens - len(acceptance.proposed_by_position))
+    by_position = [*acceptance.proposed_by_position, *missing, *acceptance.accepted_by_position, *missing]
+    return torch.tensor([acceptance.rounds, *by_position], dtype=torch.float64)
+
+
+def _acceptance(counts: Tensor) -> Acceptance:
+    rounds, *rest = (int(x) for x in counts)
+    proposed, accepted = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    if not rounds:
+        return Acceptance()
+    return Acceptance(rounds, sum(proposed), proposed, accepted)

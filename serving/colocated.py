@@ -18,12 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve.config import HTTPOptions
 
-from drafters.checkpoint import CheckpointError, load_module
+from drafters.checkpoint import CheckpointError, load_module, read_provenance
 from drafters.draft_tree import MAX_TREE_NODES
 from drafters.target import TargetError, load_target
 from drafters.target_source import SMOLLM2_NAMES
+from serving.chat_options import ChatOptions, ChatOptionsError, ChatTemplate, Thinking, training_mismatch
 from serving.engine.drafting import MOST_TREE_NODES, TREE_DEPTH
 from serving.replica import Replica
+
+log = logging.getLogger(__name__)
 
 APP_NAME = "draftloop"
 _CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # Serve's own name for it
@@ -45,6 +48,9 @@ class ServeConfig(BaseModel):
     target: str  # Hugging Face id, local folder or GGUF file
     drafter: str | None = None  # folder of the drafter; None: decode plainly
     model_name: str | None = None  # what clients ask for; None: the target's last path component
+    chat_template: str | None = None  # Jinja file in place of the target's own chat template
+    system: str | None = None  # a system turn for chats that have none
+    thinking: Thinking = "default"  # handed to the chat template as enable_thinking
     host: str = "127.0.0.1"  # give 0.0.0.0 to be reached from other machines
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -71,6 +77,10 @@ class ServeConfig(BaseModel):
     def served_name(self) -> str:
         """The model's name in the API."""
         return self.model_name or Path(self.target).expanduser().resolve().name
+
+    def chat_options(self) -> ChatOptions:
+        """The options of the prompts, with the template's text. Raises ChatOptionsError."""
+        return ChatOptions.read(self.chat_template, self.system, self.thinking)
 
     @property
     def base_url(self) -> str:
@@ -126,7 +136,7 @@ def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
     """Replicas run in folders of their own."""
     found = {
         key: str(path.resolve())
-        for key in ("target", "drafter")
+        for key in ("target", "drafter", "chat_template")
         if (value := getattr(config, key)) is not None
         and value.lower() not in SMOLLM2_NAMES  # names come before folders, as in resolve_target
         and (path := Path(value).expanduser()).exists()
@@ -142,9 +152,13 @@ def _check(config: ServeConfig) -> None:
         raise ServeError(f"cuda_graphs needs a CUDA device, not {config.device}; give device cuda or leave it off")
     try:
         target = load_target(config.target)
+        template = ChatTemplate(target, config.chat_options())
+        template.check()
         if config.drafter is not None:
             load_module(Path(config.drafter), target.path)
-    except (TargetError, CheckpointError) as error:
+            if differs := training_mismatch(read_provenance(Path(config.drafter)), template):
+                log.warning("drafter %s was %s: fewer drafts may be accepted", config.drafter, differs)
+    except (TargetError, CheckpointError, ChatOptionsError) as error:
         raise ServeError(str(error)) from error
     try:
         ray.get_actor(_CONTROLLER, namespace="serve")

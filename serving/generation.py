@@ -15,6 +15,7 @@ from typing import Literal
 from drafters.acceptance import Acceptance
 from drafters.target import Target
 from serving.api_schema import ApiError, ChatRequest, GenerationRequest, TextRequest
+from serving.chat_options import ChatOptions
 from serving.detokenize import Detokenizer
 from serving.engine.async_engine import AsyncEngine, EngineError
 from serving.engine.sampling import Sampling
@@ -44,14 +45,23 @@ class Piece:
 class ServedModel:
     """A target behind its engine, as the endpoints see it."""
 
-    def __init__(self, engine: AsyncEngine, target: Target, *, name: str, max_len: int, metrics: RequestMetrics):
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        target: Target,
+        *,
+        name: str,
+        max_len: int,
+        metrics: RequestMetrics,
+        chat_options: ChatOptions | None = None,
+    ):
         self.engine = engine
         self.name = name
         self.max_len = max_len
         self.metrics = metrics
         self.drafter: dict[str, str | None] = {"name": None, "path": None}  # what /v1/models reports
         self.defaults = SamplingDefaults.of(target.generation_config)
-        self._prompts = PromptEncoder(target)
+        self._prompts = PromptEncoder(target, chat_options)
 
     async def chat_prompt(self, request: ChatRequest) -> list[int]:
         """Token ids of the messages in the target's chat template."""

@@ -1,6 +1,6 @@
 """A prompt as a user gives it, to token ids: messages in the target's chat template, or plain text.
 
-Chat templates are applied here and nowhere else in serving: the HTTP endpoints and the text engine both come here.
+The HTTP endpoints and the text engine both come here; `chat_options` says which template, and what it is told.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from drafters.target import Target
+from serving.chat_options import ChatOptions, ChatTemplate
 
 
 class PromptError(ValueError):
@@ -20,8 +21,8 @@ class PromptError(ValueError):
 class PromptEncoder:
     """The tokenizer of a target. `tokenizer` is shared with whoever turns tokens back into text."""
 
-    def __init__(self, target: Target):
-        self._template = target.tokenizer
+    def __init__(self, target: Target, options: ChatOptions | None = None):
+        self._template = ChatTemplate(target, options)
         tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):
             raise ValueError(f"the tokenizer of {target.path} has no tokenizer.json; convert it with save_pretrained")
@@ -31,12 +32,12 @@ class PromptEncoder:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._template.chat_template)
+        return self._template.exists
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of the messages up to where the assistant's answer begins. Raises PromptError."""
         try:
-            text = self._template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self._template.render(messages)
         except Exception as error:  # templates refuse with errors of their own, such as roles that do not alternate
             raise PromptError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from error
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -14,8 +14,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 
+from drafters.checkpoint import read_provenance
 from drafters.drafter import Drafter
 from drafters.target import load_target
+from serving.chat_options import ChatTemplate, training_mismatch
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.build import build_engine, load_drafter_for
 from serving.engine.engine import Engine, EngineConfig
@@ -56,6 +58,8 @@ class Replica:
     def __init__(self, config: ServeConfig):
         self._config = config
         self._target = load_target(config.target)
+        self._template = ChatTemplate(self._target, config.chat_options())
+        self._template.check()
         engine = build_engine(
             self._target.path,
             dtype=config.dtype,
@@ -81,8 +85,11 @@ class Replica:
             name=config.served_name,
             max_len=engine.max_len,
             metrics=RequestMetrics(config.served_name),
+            chat_options=self._template.options,
         )
         self._serving = LiveConfig(drafter=config.drafter)
+        if config.drafter:
+            self._compare_prompts(config.drafter)
         self._report(engine.drafter_name, None)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -110,7 +117,14 @@ class Replica:
     def _load(self, path: str | None) -> Drafter | None:
         if path is None:
             return None
-        return load_drafter_for(self._backend, Path(path), self._target.path)
+        drafter = load_drafter_for(self._backend, Path(path), self._target.path)
+        self._compare_prompts(path)
+        return drafter
+
+    def _compare_prompts(self, path: str) -> None:
+        """Say it if the drafter was trained on other prompts than it will meet: it drafts worse, and nothing else."""
+        if differs := training_mismatch(read_provenance(Path(path)), self._template):
+            log.warning("drafter %s was %s: fewer drafts may be accepted", path, differs)
 
     def _report(self, name: str | None, refused: str | None) -> None:
         """What `/v1/models` says about the drafter, and why the last swap was refused, if it was."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.s3_server import environment, free_ports
 from tests.toy_folder import save_toy_target
 
 # Toy models are too small to share among threads: one is as fast, and leaves the other cores to whoever needs them.
 torch.set_num_threads(1)
+
+# Workers of the Ray cluster have the environment that it was started with; the server itself starts when it is needed.
+S3_PORTS = free_ports(5)
+os.environ.update(environment(S3_PORTS[3]))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from drafters.dflash import FULL, SLIDING, DFlashConfig, DFlashModule
 from drafters.drafter import DraftRequest
 from drafters.training_batch import TrainingBatch
-from tests.toy_mtp import TAPS, shared_of
+from tests.toy_mtp import TAPS, rows_of, shared_of
 
 BLOCK = 5
 SLOTS = BLOCK - 1  # K
@@ -76,13 +76,7 @@ def random_sequences(count: int, length: int, seed: int = 0, taps: int = len(TAP
 def batch_of(ids_BT: Tensor, features_BTF: Tensor, anchors: Sequence[int] | Tensor) -> TrainingBatch:
     """The same anchors in every sequence, or a tensor [B, A] of them."""
     anchors_BA = anchors if isinstance(anchors, Tensor) else torch.tensor([list(anchors)]).expand(len(ids_BT), -1)
-    return TrainingBatch(
-        ids_BT=ids_BT,
-        features_BTF=features_BTF,
-        lengths_B=torch.full((len(ids_BT),), ids_BT.shape[1]),
-        anchors_BA=anchors_BA,
-        anchor_mask_BA=torch.ones_like(anchors_BA, dtype=torch.bool),
-    )
+    return rows_of(ids_BT, features_BTF, anchors_BA)
 
 
 def request_of(

@@ -12,9 +12,14 @@ from transformers import LlamaForCausalLM
 
 from drafters.checkpoint import as_drafter, save_checkpoint
 from drafters.drafter import DraftReply, DraftRequest
+from drafters.drafter_module import DrafterModule
 from drafters.mtp import IndependentHeads, MtpConfig, RecursiveHead, make_mtp
 from drafters.target import SharedWeights, shared_weights, target_fingerprint
-from pipelines.training import TrainingSequence
+from drafters.training_batch import TrainingBatch
+from pipelines.pack_source import memory_source
+from pipelines.step_config import StepConfig
+from pipelines.training import Trainer
+from pipelines.training_sequence import TrainingSequence
 
 TAPS = (0, 1)
 
@@ -80,6 +85,20 @@ def features_of(model: LlamaForCausalLM, ids: Sequence[int], taps: Sequence[int]
     return torch.cat([c.reshape(len(ids), -1) for c in caught], dim=-1)
 
 
+def rows_of(ids_BT: Tensor, features_BTF: Tensor, anchors_BA: Tensor, lengths_B: Tensor | None = None) -> TrainingBatch:
+    """A training batch with one document a row, which the target wrote to its end."""
+    lengths_B = torch.full((len(ids_BT),), ids_BT.shape[1]) if lengths_B is None else lengths_B
+    place_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+    return TrainingBatch(
+        ids_BT=ids_BT,
+        features_BTF=features_BTF,
+        positions_BT=place_BT * (place_BT < lengths_B[:, None]),
+        anchors_BA=anchors_BA,
+        anchor_mask_BA=torch.ones_like(anchors_BA, dtype=torch.bool),
+        ends_BA=lengths_B[:, None].expand_as(anchors_BA),
+    )
+
+
 def sequence_of(model: LlamaForCausalLM, ids: Sequence[int], prompt_len: int) -> TrainingSequence:
     """A rollout in memory, with features in float32."""
     return TrainingSequence(torch.tensor(list(ids)), prompt_len, features_of(model, ids)[:-1])
@@ -92,6 +111,24 @@ def continued(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new
         ids = model.generate(torch.tensor([list(prompt)]), max_new_tokens=max_new_tokens, do_sample=False)[0]
         out.append(sequence_of(model, ids.tolist(), len(prompt)))
     return out
+
+
+def toy_trainer(
+    module: DrafterModule,
+    sequences: Sequence[TrainingSequence],
+    held_out: Sequence[TrainingSequence],
+    config: StepConfig,
+    *,
+    workers: int = 1,
+    **options: Any,
+) -> Trainer:
+    """A trainer on sequences in memory."""
+    return Trainer(module, memory_source(sequences, config.order(workers)), held_out, config, **options)
+
+
+def tokens_of(sequences: Sequence[TrainingSequence]) -> int:
+    """A step of so many tokens is an epoch."""
+    return sum(len(s.ids) for s in sequences)
 
 
 class Overheard:

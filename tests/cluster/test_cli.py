@@ -136,6 +136,7 @@ def trained_report(**changes):
         "output": "here", "kind": "dflash", "parameters": 10**6, "training_sequences": 9, "held_out_sequences": 1,
         "response_tokens": 99, "steps": 5, "seconds": 1.0, "loss": 1.0, "accuracy_by_position": [0.5],
         "expected_tau": 2.5, "acceptance_by_position": [0.5], "draft_vocab_size": 7, "draft_vocab_coverage": 0.9,
+        "skipped_steps": 0, "skipped_sequences": 0, "best_step": 5, "ntp_loss": None,
         "tau_by_category": {"code": 2.0, "maths": 3.0}, "served_tau": 2.46, "parity_passed": True,
         "parity_verdict": "served tau 2.46, expected 2.50 on 9 held-out prompts: within 5%",
     }  # fmt: skip

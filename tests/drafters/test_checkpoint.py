@@ -21,9 +21,8 @@ from drafters.checkpoint import (
 )
 from drafters.drafter_module import DrafterModule
 from drafters.target import load_model, target_fingerprint
-from drafters.training_batch import TrainingBatch
 from tests.toy_folder import save_toy_target
-from tests.toy_mtp import TAPS, toy_mtp
+from tests.toy_mtp import TAPS, rows_of, toy_mtp
 
 KINDS = {
     "recursive": {"kind": "recursive"},
@@ -50,13 +49,8 @@ def saved(toy_target_dir: Path, provenance: dict, tmp_path: Path) -> Path:
 
 def logits(module: DrafterModule) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    batch = TrainingBatch(
-        ids_BT=torch.randint(0, 260, (2, 15), generator=generator),
-        features_BTF=torch.randn(2, 15, 64, generator=generator),
-        lengths_B=torch.tensor([15, 15]),
-        anchors_BA=torch.tensor([[3, 9], [0, 12]]),
-        anchor_mask_BA=torch.ones(2, 2, dtype=torch.bool),
-    )
+    ids = torch.randint(0, 260, (2, 15), generator=generator)
+    batch = rows_of(ids, torch.randn(2, 15, 64, generator=generator), torch.tensor([[3, 9], [0, 12]]))
     with torch.no_grad():
         return module(batch).logits_BAKW
 

@@ -382,7 +382,7 @@ def test_auxiliary_losses_are_those_of_plain_loops(model):
     expected = sum(math.exp(-k / gamma_for(BLOCK)) * sum(losses) / len(losses) for k, losses in enumerate(by_slot))
     assert float(output.auxiliary["selector"]) == pytest.approx(expected, rel=1e-3)
     assert rights >= SLOTS - 1
-    assert float(output.auxiliary["confidence"]) == pytest.approx(sum(confidence) / len(confidence), rel=1e-3)
+    assert float(output.auxiliary["confidence"]) == pytest.approx(sum(confidence) / len(by_slot[0]), rel=1e-3)
 
 
 def test_the_confidence_head_trains_itself_alone(model):

@@ -7,9 +7,9 @@ import torch
 
 from drafters.joint import joint_loss, tapped_forward
 from drafters.losses import LossConfig, Supervision, draft_loss
-from drafters.training_batch import TrainingBatch, pad_sequences, random_anchors
-from pipelines.training import StepConfig, Trainer
-from tests.toy_mtp import TAPS, features_of, sequence_of, toy_mtp
+from drafters.training_batch import Document, TrainingBatch, anchor_places, pad_documents
+from pipelines.step_config import StepConfig
+from tests.toy_mtp import TAPS, features_of, sequence_of, tokens_of, toy_mtp, toy_trainer
 from tests.toy_target import toy_model, toy_prompts
 
 KINDS = ["recursive", "independent"]
@@ -24,9 +24,12 @@ def model():
 def batch_of(prompts: list[list[int]], features: list[torch.Tensor] | None = None) -> TrainingBatch:
     """Every pair of every sequence that has a label is an anchor; without features their places are empty."""
     rows = features or [torch.full((len(p) - 1, 64), torch.nan) for p in prompts]
-    ids, padded, lengths = pad_sequences([torch.tensor(p) for p in prompts], rows, torch.float32)
-    anchors, mask = random_anchors([2] * len(prompts), [len(p) for p in prompts], 20, torch.Generator().manual_seed(0))
-    return TrainingBatch(ids_BT=ids, features_BTF=padded, lengths_B=lengths, anchors_BA=anchors, anchor_mask_BA=mask)
+    places = [anchor_places([(2, len(p))]) for p in prompts]
+    documents = [
+        Document(ids_T=torch.tensor(p), features_TF=f, anchors_A=anchors, ends_A=ends)
+        for p, f, (anchors, ends) in zip(prompts, rows, places, strict=True)
+    ]
+    return pad_documents(documents)
 
 
 def frozen_loss(model, module, config: LossConfig) -> float:
@@ -115,8 +118,8 @@ def test_the_frozen_regime_leaves_the_trunk_alone(kind, model):
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     module = toy_mtp(model, kind)
     sequences = [sequence_of(model, p, prompt_len=2) for p in PROMPTS]
-    config = StepConfig(epochs=2, sequences_per_step=3, evaluations=1)
-    for _ in Trainer(module, sequences, [], config).run():
+    config = StepConfig(epochs=2, tokens_per_step=tokens_of(sequences), evaluations=1)
+    for _ in toy_trainer(module, sequences, [], config).run():
         pass
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name

@@ -14,12 +14,26 @@ from drafters.drafter import DraftRequest
 from drafters.drafter_module import DrafterModule
 from drafters.losses import LossConfig, Supervision, draft_loss
 from drafters.mtp import make_mtp
-from drafters.training_batch import IGNORED, TrainingBatch, pad_sequences
-from pipelines.training import StepConfig, Trainer, TrainingSequence, expected_acceptance
+from drafters.training_batch import IGNORED, Document, TrainingBatch, pad_documents
+from pipelines.expected_acceptance import expected_acceptance
+from pipelines.step_config import StepConfig
+from pipelines.training_sequence import TrainingSequence
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
 from serving.engine.torch_rows import TorchRows
-from tests.toy_mtp import TAPS, Overheard, continued, features_of, sequence_of, shared_of, toy_mtp, toy_mtp_config
+from tests.toy_mtp import (
+    TAPS,
+    Overheard,
+    continued,
+    features_of,
+    rows_of,
+    sequence_of,
+    shared_of,
+    tokens_of,
+    toy_mtp,
+    toy_mtp_config,
+    toy_trainer,
+)
 from tests.toy_target import toy_model, toy_prompts
 
 KINDS = ["recursive", "independent"]
@@ -47,8 +61,8 @@ def sequences(model, prompts) -> list[TrainingSequence]:
 def trained(request, model, sequences) -> DrafterModule:
     """Half learned, so that some drafts are right and some wrong."""
     module = toy_mtp(model, request.param)
-    config = StepConfig(epochs=60, sequences_per_step=9, learning_rate=1e-2, evaluations=1)
-    for _ in Trainer(module, sequences, [], config).run():
+    config = StepConfig(epochs=60, tokens_per_step=tokens_of(sequences), learning_rate=1e-2, evaluations=1)
+    for _ in toy_trainer(module, sequences, [], config).run():
         pass
     return module.eval()
 
@@ -66,19 +80,17 @@ def teacher_forced(model, module: DrafterModule, ids: list[int], rounds: list[tu
     Features come from a plain pass over the whole sequence; those behind the anchor are noise, which must not matter.
     """
     features = features_of(model, ids)
-    own = [torch.tensor(ids[: p + 2] + drafts) for p, drafts in rounds]
-    known = [torch.cat([features[: p + 1], torch.randn(len(drafts), features.shape[1])]) for p, drafts in rounds]
-    ids_BT, features_BTF, lengths_B = pad_sequences(own, known, torch.float32)
-    anchors_B1 = torch.tensor([[p] for p, _ in rounds])
-    batch = TrainingBatch(
-        ids_BT=ids_BT,
-        features_BTF=features_BTF,
-        lengths_B=lengths_B,
-        anchors_BA=anchors_B1,
-        anchor_mask_BA=torch.ones_like(anchors_B1, dtype=torch.bool),
-    )
+    documents = [
+        Document(
+            ids_T=torch.tensor(ids[: p + 2] + drafts),
+            features_TF=torch.cat([features[: p + 1], torch.randn(len(drafts), features.shape[1])]),
+            anchors_A=torch.tensor([p]),
+            ends_A=torch.tensor([p + 2 + len(drafts)]),
+        )
+        for p, drafts in rounds
+    ]
     with torch.no_grad():
-        return module(batch).logits_BAKW[:, 0]
+        return module(pad_documents(documents)).logits_BAKW[:, 0]
 
 
 def assert_parity(model, module: DrafterModule, overheard: Overheard, completions) -> int:
@@ -174,8 +186,8 @@ def counting_drafter(model, kind: str) -> DrafterModule:
     ids = [[(first + i) % COUNTED for i in range(30)] for first in range(0, COUNTED, 3)]
     sequences = [sequence_of(model, i, prompt_len=4) for i in ids]
     module = toy_mtp(model, kind, vocab_ids=range(COUNTED), vocab_size=COUNTED)
-    config = StepConfig(epochs=36, sequences_per_step=8, learning_rate=1e-2, anchors_per_sequence=24, evaluations=1)
-    for _ in Trainer(module, sequences, [], config).run():
+    config = StepConfig(epochs=36, tokens_per_step=240, learning_rate=1e-2, anchors_per_sequence=24, evaluations=1)
+    for _ in toy_trainer(module, sequences, [], config).run():
         pass
     return module.eval()
 
@@ -214,15 +226,8 @@ def logits_of(
 ) -> torch.Tensor:
     """[B, A, K, W] at the same anchors of every sequence."""
     anchors_BA = torch.tensor([anchors]).expand(len(ids_BT), -1)
-    batch = TrainingBatch(
-        ids_BT=ids_BT,
-        features_BTF=features_BTF,
-        lengths_B=torch.full((len(ids_BT),), ids_BT.shape[1]),
-        anchors_BA=anchors_BA,
-        anchor_mask_BA=torch.ones_like(anchors_BA, dtype=torch.bool),
-    )
     with torch.no_grad():
-        return module(batch).logits_BAKW
+        return module(rows_of(ids_BT, features_BTF, anchors_BA)).logits_BAKW
 
 
 @pytest.mark.parametrize("kind", KINDS)

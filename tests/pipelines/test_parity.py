@@ -13,13 +13,15 @@ from drafters.checkpoint import as_drafter, load_module, read_provenance, save_c
 from drafters.drafter import DraftReply, DraftRequest
 from drafters.drafter_module import DrafterModule
 from drafters.target import load_model, target_fingerprint
+from pipelines.expected_acceptance import expected_acceptance
 from pipelines.parity import ParityCase, compare, measure_parity, parity_cases, room_needed, run_parity
-from pipelines.training import StepConfig, Trainer, TrainingSequence, expected_acceptance
+from pipelines.step_config import StepConfig
+from pipelines.training_sequence import TrainingSequence
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sequence import Progress
 from serving.engine.torch_rows import TorchRows
 from tests.toy_dflash import VARIANTS, toy_dflash
-from tests.toy_mtp import TAPS, continued, toy_mtp
+from tests.toy_mtp import TAPS, continued, tokens_of, toy_mtp, toy_trainer
 from tests.toy_target import toy_prompts
 
 STEPS = 3  # K of the toy drafters
@@ -39,8 +41,8 @@ def sequences(target) -> list[TrainingSequence]:
 def trained(target, sequences) -> DrafterModule:
     """Half learned: right now and then."""
     module = toy_mtp(target, vocab_size=260, draft_vocab_size=260)
-    config = StepConfig(epochs=25, sequences_per_step=8, learning_rate=1e-2, evaluations=1)
-    for _ in Trainer(module, sequences, [], config).run():
+    config = StepConfig(epochs=25, tokens_per_step=tokens_of(sequences), learning_rate=1e-2, evaluations=1)
+    for _ in toy_trainer(module, sequences, [], config).run():
         pass
     return module.eval()
 
@@ -73,8 +75,8 @@ def test_the_engine_accepts_what_training_expects_round_by_round(toy_target_dir,
 def test_dflash_is_served_as_trained(variant, toy_target_dir, target, sequences):
     options = VARIANTS[variant] | {"vocab_size": 260, "block_size": STEPS + 1}
     module = toy_dflash(target, **({"draft_vocab_size": 260} | options))
-    config = StepConfig(epochs=40, sequences_per_step=8, learning_rate=1e-2, evaluations=1)
-    for _ in Trainer(module, sequences, [], config).run():
+    config = StepConfig(epochs=40, tokens_per_step=tokens_of(sequences), learning_rate=1e-2, evaluations=1)
+    for _ in toy_trainer(module, sequences, [], config).run():
         pass
     cases = parity_cases(module.eval(), sequences, STEPS, 32)
     result = measure_parity(engine_with(toy_target_dir, as_drafter(module), cases), cases, STEPS)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.prompts import RejectedRow
-from pipelines.rollout_schema import Rollout, RolloutMetadata, decode_features
+from pipelines.rollout_schema import Rollout, RolloutMetadata
 from pipelines.rollout_store import RolloutError, RolloutStore, iter_rollouts, open_rollouts, shard_name
 
 METADATA = RolloutMetadata(
@@ -194,6 +194,13 @@ def test_other_options_are_refused_by_name(tmp_path: Path):
     assert files(tmp_path) == before
 
 
+def test_a_plan_of_before_features_had_a_choice_of_dtype_goes_on(tmp_path: Path):
+    write_set(tmp_path)
+    RolloutStore(str(tmp_path)).begin(PLAN | {"features_dtype": "bfloat16"})
+    with pytest.raises(RolloutError, match="features_dtype was 'bfloat16', now 'int8'"):
+        RolloutStore(str(tmp_path)).begin(PLAN | {"features_dtype": "int8"})
+
+
 def test_folder_with_other_files_is_refused(tmp_path: Path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(RolloutError, match=r"thesis\.txt"):
@@ -258,8 +265,9 @@ def test_wrong_features_are_refused(tmp_path: Path):
     bad.features_TF = bad.features_TF[1:]
     with pytest.raises(ValueError, match="row-0"):
         store.write_shard(shard_name(0, 1), [bad], METADATA)
-    with pytest.raises(ValueError, match="int8"):
-        decode_features(b"", "int8", [0, 1])
+    whole = rollout(0)
+    with pytest.raises(ValueError, match="int8 features do not go into a set of schema version 1"):
+        RolloutStore(str(tmp_path), features_dtype="int8").write_shard(shard_name(0, 1), [whole], METADATA)
 
 
 def test_uri_of_another_file_system():

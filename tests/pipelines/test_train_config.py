@@ -17,8 +17,8 @@ from drafters.target import load_model, load_target
 from pipelines.fresh_drafter import fresh_drafter
 from pipelines.mask_token import mask_token
 from pipelines.rollout_schema import Rollout
+from pipelines.step_config import StepConfig
 from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
-from pipelines.training import StepConfig, TrainingSequence
 from tests.toy_folder import PAD_ID, TURN_END_ID, save_toy_target
 
 CONFIG = TrainConfig(rollouts=("r",), output="o")
@@ -80,17 +80,17 @@ def test_drafts_follow_from_the_kind():
 
 # -- fresh drafters ---------------------------------------------------------------------------------------------------
 
-TRAINING = [TrainingSequence(torch.tensor([5, 6, 7, 8, 9, 7, 8]), 2, torch.zeros(6, 64))]
+VOCABULARY = torch.arange(5, 25)
 
 
 def test_independent_options_reach_the_module(toy_target_dir):
     options = IndependentOptions(shared_trunk=True, anchor_embedding=True, own_lm_head=True)
     config = replace(CONFIG, kind="independent", independent=options, draft_vocab_size=3, num_draft_tokens=2)
-    module = fresh_drafter(config, toy_target_dir, (0, 1), TRAINING)
+    module = fresh_drafter(config, toy_target_dir, (0, 1), VOCABULARY)
     assert isinstance(module, IndependentHeads)
     assert module.trunk is not None
     assert module.anchor_proj is not None
-    assert module.draft_vocab_ids.tolist() == [7, 8, 9]
+    assert module.draft_vocab_ids.tolist() == VOCABULARY.tolist()
     assert torch.equal(module.lm_heads[1], module.lm_head_WD)
 
 
@@ -103,8 +103,8 @@ def test_dflash_options_reach_the_module(toy_target_dir):
         confidence_head=True,
         slot_context=True,
     )
-    config = replace(CONFIG, kind="dflash", dflash=options, draft_vocab_size=20)
-    module = fresh_drafter(config, toy_target_dir, (0, 1), TRAINING, mask_token_id=259)
+    config = replace(CONFIG, kind="dflash", dflash=options)
+    module = fresh_drafter(config, toy_target_dir, (0, 1), VOCABULARY, mask_token_id=259)
     assert isinstance(module, DFlashModule)
     made = module.config
     assert (made.block_size, made.num_hidden_layers, made.conv_kernel_size, made.mask_token_id) == (4, 2, 2, 259)
@@ -114,15 +114,15 @@ def test_dflash_options_reach_the_module(toy_target_dir):
 
 def test_dflash_can_start_as_the_targets_last_layers(toy_target_dir):
     options = DFlashOptions(num_hidden_layers=1, init_from_target_layers=True)
-    config = replace(CONFIG, kind="dflash", dflash=options, draft_vocab_size=20)
-    module = fresh_drafter(config, toy_target_dir, (0, 1), TRAINING, mask_token_id=259)
+    config = replace(CONFIG, kind="dflash", dflash=options)
+    module = fresh_drafter(config, toy_target_dir, (0, 1), VOCABULARY, mask_token_id=259)
     last = load_model(toy_target_dir, torch.float32).model.layers[-1]
     assert torch.equal(module.layers[0].self_attn.k_proj.weight, last.self_attn.k_proj.weight)
     assert torch.equal(module.layers[0].mlp.down_proj.weight, last.mlp.down_proj.weight)
     assert module.config.num_key_value_heads == 2
     too_many = replace(config, dflash=replace(options, num_hidden_layers=3))
     with pytest.raises(TrainError, match="num_hidden_layers is 3; the target has 2"):
-        fresh_drafter(too_many, toy_target_dir, (0, 1), TRAINING, mask_token_id=259)
+        fresh_drafter(too_many, toy_target_dir, (0, 1), VOCABULARY, mask_token_id=259)
 
 
 def test_kl_needs_the_last_layers_features():
@@ -130,15 +130,12 @@ def test_kl_needs_the_last_layers_features():
 
     from pipelines.train import check_taps
 
-    def taps(*layers: int) -> Any:
-        return SimpleNamespace(metadata=SimpleNamespace(target_layer_ids=layers))
-
     target: Any = SimpleNamespace(num_layers=30)
     kl = replace(CONFIG, **with_loss(kind="kl"))
-    check_taps(kl, target, taps(1, 15, 29))
-    check_taps(CONFIG, target, taps(1, 15, 26))
+    check_taps(kl, target, (1, 15, 29))
+    check_taps(CONFIG, target, (1, 15, 26))
     with pytest.raises(TrainError, match=r"last layer \(29\), and the rollouts tap 1, 15, 26; generate them with"):
-        check_taps(kl, target, taps(1, 15, 26))
+        check_taps(kl, target, (1, 15, 26))
 
 
 # -- the mask token ---------------------------------------------------------------------------------------------------

@@ -6,19 +6,25 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from drafters.target import TargetError, load_model
+from cluster.cli import app
+from drafters.target import TargetError, load_model, load_target
 from pipelines import shard_pool
+from pipelines.dialogue import row_seed
 from pipelines.generate import GenerateConfig, GenerateError, generate
 from pipelines.rollout_schema import Rollout
 from pipelines.rollout_store import RolloutError, open_rollouts, shard_name
-from pipelines.shard_generator import ShardGenerator, pick_layers, row_seed
+from pipelines.shard_generator import ShardGenerator, pick_layers
+from serving.chat_options import ChatOptions
 from tests.toy_folder import save_toy_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -109,13 +115,13 @@ def test_deleted_shards_are_made_again(undisturbed: Path, config: GenerateConfig
 class DiesOnce(ShardGenerator):
     """Kills its own process in the middle of the third shard, once."""
 
-    def _completions(self, engine, name, rows):
+    def _dialogues(self, engine, name, rows):
         marker = Path(self.context.output).parent / "killed"
-        for number, completion in enumerate(super()._completions(engine, name, rows)):
+        for number, finished in enumerate(super()._dialogues(engine, name, rows)):
             if name == shard_name(2, SHARDS) and number == 1 and not marker.exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            yield completion
+            yield finished
 
 
 def test_killed_actor_costs_nothing(
@@ -238,3 +244,35 @@ def test_layers_that_a_drafter_adds_are_left_out():
     features = torch.arange(12.0).reshape(2, 6)  # three layers of width 2
     assert pick_layers(features, (0, 1, 4), (0, 4)).tolist() == [[0, 1, 4, 5], [6, 7, 10, 11]]
     assert pick_layers(features, (0, 1, 4), (0, 1, 4)) is features
+
+
+def test_a_folder_of_turns_with_chat_options(config: GenerateConfig, tmp_path: Path):
+    """From the command line: files of two kinds, rows of several turns, what was told is in every file."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"turns": ["one", "two"]}\n{"turns": []}\n{"id": "x", "turns": ["one"]}\n')
+    pq.write_table(pa.table({"id": ["x", "y"], "turns": [["again"], ["un", "deux", "trois"]]}), folder / "b.parquet")
+    arguments = [
+        "generate", "--target", config.target, "--prompts", str(folder / "*"), "--output", str(tmp_path / "out"),
+        "--max-new-tokens", "6", "--backend", "torch", "--system", "be brief",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rollouts = open_rollouts(str(tmp_path / "out"))
+    rows = list(rollouts)
+    assert [r.id for r in rows] == ["a-line-000001", "x", "y"]
+    replies = [sum(mine > before for before, mine in pairwise(r.loss_mask)) for r in rows]
+    assert replies == [2, 1, 3]
+    assert [len(r.features_TF) + 1 for r in rows] == [len(r.loss_mask) for r in rows]
+    tokenizer = load_target(config.target).tokenizer
+    assert all(tokenizer.decode(r.prompt_ids).startswith("<|im_start|>system\nbe brief<|im_end|>") for r in rows)
+    rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
+    assert [(Path(r["file"]).name, r["line"]) for r in rejects] == [("a.jsonl", 2), ("b.parquet", 1)]
+    assert "already that of line 3 of" in rejects[1]["reason"]
+    assert "duplicate id" in result.stdout
+    assert rollouts.metadata.chat_options == ChatOptions(system="be brief")
+    shard = pq.read_schema(tmp_path / "out" / shard_name(0, 1)).metadata
+    assert json.loads(shard[b"draftloop.chat_options"])["system"] == "be brief"
+    other = CliRunner().invoke(app, [*arguments[:-1], "be long"])
+    assert other.exit_code == 1
+    assert "system was 'be brief', now 'be long'" in other.stderr

@@ -19,13 +19,16 @@ from drafters.checkpoint import load_module, read_provenance
 from drafters.losses import LossConfig
 from drafters.target import target_fingerprint
 from pipelines import train as train_stage
+from pipelines.drafter_folder import check_output, install
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.generate import generate
 from pipelines.generate_config import GenerateConfig
 from pipelines.rollout_store import RolloutError, RolloutStore, open_rollouts, shard_name
-from pipelines.train import TrainReport, check_output, train
+from pipelines.step_config import StepConfig
+from pipelines.train import TrainReport, train
 from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
-from pipelines.training import CurvePoint, StepConfig, Trainer
+from pipelines.train_worker import WorkerArguments
+from pipelines.training import CurvePoint, Trainer
 from tests.toy_folder import save_toy_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -69,7 +72,7 @@ def config(work: Path, toy_target_dir: Path, ray_cluster: None) -> TrainConfig:
         num_draft_tokens=3,
         draft_vocab_size=150,
         held_out=0.2,
-        steps=StepConfig(epochs=4.8, sequences_per_step=8, anchors_per_sequence=8, learning_rate=1e-2, evaluations=3),
+        steps=StepConfig(epochs=4.8, tokens_per_step=320, anchors_per_sequence=8, learning_rate=1e-2, evaluations=3),
         threads_per_worker=1,
         save_every_steps=4,
     )
@@ -146,11 +149,11 @@ def test_a_trained_drafter_decodes_losslessly(trained, config: TrainConfig, work
     assert json.loads((folder / "evaluation.json").read_text())["equal"] == 6
 
 
-def disturbed(arguments: dict[str, Any]) -> None:
+def disturbed(packed: dict[str, WorkerArguments]) -> None:
     """The worker, killed before it takes note of step 7, and failing before step 11, once each; 4 and 8 are saved."""
     from pipelines import train_worker as stage
 
-    folder = Path(arguments["config"].output).parent
+    folder = Path(packed["arguments"].config.output).parent
 
     class Disturbed(Trainer):
         def run(self):
@@ -165,7 +168,7 @@ def disturbed(arguments: dict[str, Any]) -> None:
 
     stage.Trainer = Disturbed
     try:
-        stage.train_worker(arguments)
+        stage.train_worker(packed)
     finally:
         stage.Trainer = Trainer
 
@@ -193,6 +196,23 @@ def test_a_killed_worker_and_a_failed_run_cost_nothing(
     assert [p["step"] for p in read_provenance(Path(report.output))["training_curve"]] == [4, 8, 12]
 
 
+def test_two_workers_train_as_one_does(config: TrainConfig, tmp_path: Path):
+    """The same steps in two parts: one worker computes both, or each of two workers one."""
+    steps = replace(config.steps, micro_batches=2, precision="float32", epochs=2.5)
+    points: dict[int, list[CurvePoint]] = {1: [], 2: []}
+    reports = {}
+    for workers in (1, 2):
+        here = replace(config, output=str(tmp_path / f"by-{workers}"), steps=steps, num_workers=workers)
+        reports[workers] = train(here, points[workers].append)
+    assert reports[1].steps == reports[2].steps >= 5
+    assert [p.tokens for p in points[1]] == [p.tokens for p in points[2]]
+    assert [p.loss for p in points[1]] == pytest.approx([p.loss for p in points[2]], rel=1e-3)
+    one, two = (load_file(Path(reports[n].output) / "model.safetensors") for n in (1, 2))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=1e-2, atol=2e-3)
+    assert reports[1].expected_tau == pytest.approx(reports[2].expected_tau, abs=0.1)
+
+
 def test_a_run_that_was_stopped_in_the_gate_goes_on_there(
     trained, config: TrainConfig, work: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -214,7 +234,7 @@ def test_a_run_that_was_stopped_in_the_gate_goes_on_there(
 
 def test_responses_too_short_to_measure_tau_on_still_train(config: TrainConfig, tmp_path: Path):
     rollouts = changed_set(config, tmp_path / "short", rows=6, response=3)  # as long as a draft, so no whole round
-    steps = replace(config.steps, epochs=1, sequences_per_step=4)
+    steps = replace(config.steps, epochs=1, tokens_per_step=40)
     report = train(replace(config, rollouts=(rollouts,), output=str(tmp_path / "drafter"), steps=steps))
     assert report.expected_tau is None
     assert report.acceptance_by_position == []
@@ -312,8 +332,7 @@ def test_what_is_no_usable_rollout_set_is_refused(config: TrainConfig, work: Pat
 
 def test_workers_that_could_never_start_are_refused(config: TrainConfig, tmp_path: Path):
     here = replace(config, output=str(tmp_path / "drafter"))
-    many = replace(here, num_workers=9, steps=replace(config.steps, sequences_per_step=9))
-    refused(many, TrainError, r"num_workers is 9 and cpus_per_worker is 1: 9 CPUs, Ray has 8")
+    refused(replace(here, num_workers=9), TrainError, r"num_workers is 9 and cpus_per_worker is 1: 9 CPUs, Ray has 8")
     refused(replace(here, use_gpu=True), TrainError, r"use_gpu is on: 1 GPUs, Ray has 0")
 
 
@@ -323,7 +342,7 @@ def test_hidden_files_in_the_output_are_kept(tmp_path: Path):
         folder.mkdir()
         (folder / name).write_text(name)
     check_output(output)
-    train_stage._install(new, output)
+    install(new, output)
     assert sorted(p.name for p in output.iterdir()) == [".DS_Store", "config.json"]
 
 
@@ -355,12 +374,10 @@ def test_output_with_other_files_is_refused(config: TrainConfig, toy_target_dir:
         {"save_every_steps": 0},
         {"steps": StepConfig(epochs=0)},
         {"steps": StepConfig(loss=LossConfig(rho=1.5))},
-        {"steps": StepConfig(sequences_per_step=9), "num_workers": 2},
+        {"steps": StepConfig(micro_batches=1), "num_workers": 2},
     ],
 )
 def test_a_wrong_option_is_named(config: TrainConfig, change: dict[str, Any]):
-    name = {"steps": "epochs|rho|sequences_per_step", "independent": "own_lm_head"}.get(
-        next(iter(change)), "|".join(change)
-    )
+    name = {"steps": "epochs|rho|micro_batches", "independent": "own_lm_head"}.get(next(iter(change)), "|".join(change))
     with pytest.raises(TrainError, match=f"({name}) is .*; give "):
         replace(config, **change)

@@ -1,0 +1,122 @@
+"""`ray job submit` of generate and train on a cluster of three nodes, and a node that dies under generate."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from pipelines.rollout_store import open_rollouts
+
+pytestmark = pytest.mark.ray
+
+DEADLINE_S = 240.0
+FAST_DEATH = {  # a node's death is noticed within seconds
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "4",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Jobs:
+    """A cluster of a head and two nodes for targets, and its job server."""
+
+    def __init__(self) -> None:
+        port = free_port()
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 4, "include_dashboard": True, "dashboard_port": port},
+        )
+        self.target_nodes = [self._target_node(), self._target_node()]
+        self.cluster.wait_for_nodes(timeout=60)
+        self.client = JobSubmissionClient(f"http://127.0.0.1:{port}")
+
+    def _target_node(self) -> Any:
+        return self.cluster.add_node(num_cpus=2, resources={"target_node": 2})
+
+    def submit(self, *arguments: str, folder: Path) -> str:
+        command = " ".join([sys.executable, "-m", "cluster.cli", *arguments])
+        return str(
+            self.client.submit_job(
+                entrypoint=command,
+                runtime_env={"working_dir": str(folder), "env_vars": {"PYTHONPATH": os.getcwd()}},
+            )
+        )
+
+    def wait(self, job: str) -> str:
+        """The job's output. Fails if the job does, or takes too long."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            status = self.client.get_job_status(job)
+            if status.is_terminal():
+                logs = str(self.client.get_job_logs(job))
+                assert status == JobStatus.SUCCEEDED, logs
+                return logs
+            time.sleep(0.5)
+        self.client.stop_job(job)
+        raise AssertionError(f"the job took more than {DEADLINE_S:.0f} s:\n{self.client.get_job_logs(job)}")
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in FAST_DEATH.items():
+            patch.setenv(name, value)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        jobs = Jobs()
+        yield jobs
+        jobs.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, toy_target_dir: Path) -> Path:
+    """Prompts, and run files of both jobs."""
+    folder = tmp_path_factory.mktemp("jobs")
+    lines = [json.dumps({"id": f"r{i}", "prompt": f"{i} plus {i * 7} is"}) for i in range(48)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "generate.yaml").write_text(
+        f"target: {toy_target_dir}\nprompts: prompts.jsonl\noutput: {folder}/rollouts\nmax-new-tokens: 24\n"
+        "backend: torch\nrows-per-shard: 4\nnum-actors: '2'\ncpus-per-actor: 1\nresource: [target_node=1]\n"
+    )
+    (folder / "train.yaml").write_text(
+        f"target: {toy_target_dir}\nrollouts: {folder}/rollouts\noutput: {folder}/drafter\nepochs: 2\n"
+        "num-draft-tokens: 3\ndraft-vocab-size: 150\ntokens-per-step: 400\nnum-workers: '2'\n"
+    )
+    return folder
+
+
+def test_both_jobs_end_with_their_tables(jobs: Jobs, work: Path):
+    made = jobs.wait(jobs.submit("generate", "--run", "generate.yaml", folder=work))
+    assert "48 (0 rejected)" in made
+    trained = jobs.wait(jobs.submit("train", "--run", "train.yaml", folder=work))
+    assert "expected tau" in trained
+    assert (work / "drafter" / "model.safetensors").exists()
+
+
+def test_a_node_that_dies_costs_nothing(jobs: Jobs, work: Path):
+    output = f"{work}/disturbed"
+    job = jobs.submit("generate", "--run", "generate.yaml", "--output", output, folder=work)
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(Path(output).glob("*.parquet")):
+        assert time.monotonic() < deadline
+        assert not jobs.client.get_job_status(job).is_terminal(), jobs.client.get_job_logs(job)
+        time.sleep(0.05)
+    jobs.cluster.remove_node(jobs.target_nodes[0], allow_graceful=False)
+    jobs.wait(job)
+    undisturbed, disturbed = (open_rollouts(uri).manifest.shards for uri in (f"{work}/rollouts", output))
+    assert [s.sha256 for s in disturbed] == [s.sha256 for s in undisturbed]

