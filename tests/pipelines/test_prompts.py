@@ -177,7 +177,7 @@ def test_limit_counts_accepted_rows(tmp_path: Path, target: Target):
         ("bad.jsonl.gz", b"not gzip", "gzip data is damaged"),
         ("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}', mtime=0)[:-12], "gzip data is damaged"),
         ("bom.jsonl", b"\xef\xbb\xbf\r\n", "is empty"),
-        ("packed.jsonl", gzip.compress(b'{"prompt": "a"}'), r"belongs into a .jsonl.gz file"),
+        ("packed.jsonl", gzip.compress(b'{"prompt": "a"}', mtime=0), r"belongs into a .jsonl.gz file"),
         ("rows.jsonl", b"PAR1...", r"belongs into a .parquet file"),
         ("rows.parquet", b"PAR1", "Parquet data is damaged"),
         ("none.jsonl", b"{}\n{}", r"none of its 2 rows can be used .line 1: no text"),

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from pipelines.feature_codec import encode_features
+from pipelines.rollout_index import training_sequence
 from pipelines.rollout_schema import RolloutMetadata, schema_version_of
 from pipelines.rollout_store import RolloutError, RolloutStore, iter_rollouts, open_rollouts, shard_name
-from pipelines.training_data import open_sets, read_sequences
+from pipelines.training_data import open_sets
 from tests.pipelines.test_rollout_store import METADATA, PLAN, files, rollout
 
 METADATA_2 = replace(METADATA, schema_version=2)
@@ -93,7 +94,7 @@ def test_version_1_is_still_read_and_trained_on(tmp_path: Path):
     for row, expected in zip(rollouts, features, strict=True):
         assert row.features_TF is not None
         assert row.features_TF.numpy().tolist() == expected.tolist()
-    sequences = read_sequences(open_sets([str(tmp_path / "old")]))
+    sequences = [training_sequence(row) for rollouts in open_sets([str(tmp_path / "old")]) for row in rollouts]
     assert [s.ids.tolist() for s in sequences] == [[1, 2, 3, 4, 5]] * 2
 
 
@@ -159,7 +160,7 @@ def test_a_row_without_features_fits_among_int8_rows(tmp_path: Path):
 
 def test_training_reads_int8_beside_bfloat16(tmp_path: Path):
     sets = [str(write_set(tmp_path / dtype, dtype)) for dtype in ("bfloat16", "int8")]
-    sequences = read_sequences(open_sets(sets))
+    sequences = [training_sequence(row) for rollouts in open_sets(sets) for row in rollouts]
     assert len(sequences) == 12
     for exact, rounded in zip(sequences[:6], sequences[6:], strict=True):
         assert torch.equal(exact.ids, rounded.ids)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipelines.generate import GenerateConfig, generate
+from pipelines.rollout_index import training_sequence
 from pipelines.rollout_inspect import InspectOptions, inspect_rollouts
 from pipelines.rollout_store import RolloutError
-from pipelines.training_data import open_sets, read_sequences
+from pipelines.training_data import open_sets
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -29,7 +30,7 @@ def test_a_run_with_int8_features(tmp_path: Path, toy_target_dir: Path):
     found = inspect_rollouts(config.output, InspectOptions(sample=0))
     assert (found.rows_read, found.damaged, found.config["features_dtype"]) == (4, {}, "int8")
     assert [(kind.dtype, kind.bytes_per_token) for kind in found.features] == [("int8", 72)]
-    assert len(read_sequences(open_sets([config.output]))) == 4
+    assert len([training_sequence(row) for rollouts in open_sets([config.output]) for row in rollouts]) == 4
 
     assert generate(config).shards_reused == 2
     with pytest.raises(RolloutError, match=r"features_dtype was 'int8', now 'bfloat16'.*use those"):
