@@ -37,8 +37,8 @@ def _content_facts(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "sequences", f"{found.rows:,} ({found.rejected} rejected{'' if found.finished else ' so far'})"
     if found.rows_read != found.rows:
         yield "read", f"{found.rows_read:,} sequences of whole shards: lengths, counts and columns are theirs"
-    yield "prompt tokens", f"{found.prompt_tokens:,}{_lengths(found.prompt_lengths)}"
-    yield "response tokens", f"{found.response_tokens:,}{_lengths(found.response_lengths)}"
+    yield "prompt tokens", f"{found.prompt_tokens:,}{_lengths('prompts', found.prompt_lengths)}"
+    yield "response tokens", f"{found.response_tokens:,}{_lengths('responses', found.response_lengths)}"
     yield "finish reasons", _counted(found.finish_reasons)
     yield "categories", _counted(found.categories)
     share = found.loss_mask_share
@@ -74,6 +74,9 @@ def _origin_facts(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "target", f"{told('target')}, fingerprint {told('target_fingerprint')}"
     yield "tokenizer", told("tokenizer_hash")
     yield "chat template", told("chat_template_hash")
+    options = found.origin.get("chat_options", {})
+    if told_it := [f"{name} {options[name]}" for name in ("system", "thinking") if options.get(name)]:
+        yield "chat options", ", ".join(told_it)
     yield "written by", f"draftloop {told('code_version')}, schema version {told('schema_version')}"
 
 
@@ -92,10 +95,10 @@ def _told(found: Inspection, *names: str) -> list[str]:
     return [f"{name} {found.config[name]}" for name in names if found.config.get(name) is not None]
 
 
-def _lengths(lengths: Lengths | None) -> str:
+def _lengths(what: str, lengths: Lengths | None) -> str:
     if lengths is None:
         return ""
-    return f"; length {lengths.min:,} to {lengths.max:,}, median {lengths.median:,}, p95 {lengths.p95:,}"
+    return f"; {what} of {lengths.min:,} to {lengths.max:,}, median {lengths.median:,}, p95 {lengths.p95:,}"
 
 
 def _range(low: float, high: float) -> str:

@@ -44,8 +44,8 @@ def test_a_whole_set(tmp_path: Path, toy_target_dir: Path):
     text = flat(result)
     for fact in (
         "sequences 5 (2 rejected)",
-        "prompt tokens 28; length 4 to 9, median 5, p95 9",
-        "response tokens 17; length 1 to 8, median 3, p95 8",
+        "prompt tokens 28; prompts of 4 to 9, median 5, p95 9",
+        "response tokens 10; responses of 1 to 8, median 3, p95 8",
         "finish reasons stop 4, length 1",
         "categories math 4, code 1",
         "loss mask 1 for 22.2% of the tokens",

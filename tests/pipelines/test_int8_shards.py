@@ -1,6 +1,5 @@
 """What the actor of generate stores with --features-dtype: the engine's features, sound ones only, then quantised."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,15 +69,16 @@ def test_equal_runs_give_equal_int8_shards(tmp_path: Path, toy_target_dir: Path)
 class Overflows(ShardGenerator):
     """The second row's hidden states are not finite."""
 
-    def _completions(self, engine, name, rows):
-        for completion in super()._completions(engine, name, rows):
-            bad = completion.request_id == "r1"
-            features = completion.features_TF * torch.inf if bad else completion.features_TF
-            yield replace(completion, features_TF=features)
+    def _dialogues(self, engine, name, rows):
+        for place, dialogue in super()._dialogues(engine, name, rows):
+            if dialogue.row.id == "r1":
+                dialogue.features_TF = dialogue.features_TF * torch.inf
+            yield place, dialogue
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_rows_that_are_not_finite_are_rejected_before_quantising(dtype, tmp_path: Path, toy_target_dir: Path):
     record = make(tmp_path, toy_target_dir, dtype, Overflows)
-    assert record.rejected == [{"line": 2, "reason": "the target's hidden states are not finite"}]
+    reason = "the target's hidden states are not finite"
+    assert record.rejected == [{"file": "", "line": 2, "kind": "hidden states not finite", "reason": reason}]
     assert [row["id"] for row in stored(tmp_path)] == ["r0", "r2"]

@@ -11,6 +11,7 @@ from pipelines.prompts import RejectedRow
 from pipelines.rollout_inspect import Inspection, InspectOptions, Lengths, StoredFeatures, inspect_rollouts
 from pipelines.rollout_schema import Rollout, RolloutMetadata, schema_version_of
 from pipelines.rollout_store import RolloutError, RolloutStore, shard_name
+from serving.chat_options import ChatOptions
 from tests.pipelines.test_rollout_store import METADATA, rollout
 from tests.pipelines.test_rollout_versions import write_version_1
 
@@ -58,7 +59,7 @@ def test_a_whole_set_by_hand(tmp_path: Path):
     found = look(write(tmp_path))
     assert (found.finished, found.checked, found.damaged) == (True, True, {})
     assert (found.shards, found.shards_planned, found.rows, found.rows_read, found.rejected) == (3, 3, 5, 5, 2)
-    assert (found.prompt_tokens, found.response_tokens) == (28, 17)
+    assert (found.prompt_tokens, found.response_tokens) == (28, 10), "seven are not the target's own"
     assert found.prompt_lengths == Lengths(4, 5, 9, 9)
     assert found.response_lengths == Lengths(1, 3, 8, 8)
     assert found.finish_reasons == {"stop": 4, "length": 1}
@@ -162,7 +163,7 @@ def test_an_unfinished_set_as_far_as_it_is_there(tmp_path: Path):
     found = look(str(tmp_path))
     assert (found.finished, found.damaged) == (False, {})
     assert (found.shards, found.shards_planned, found.rows, found.rows_planned, found.rejected) == (2, 3, 4, 6, 0)
-    assert (found.prompt_tokens, found.response_tokens) == (23, 15)
+    assert (found.prompt_tokens, found.response_tokens) == (23, 8)
     assert found.origin == METADATA.as_json(), "the plan says all but the code version, and the shards say that"
 
 
@@ -263,4 +264,8 @@ def test_progress_goes_shard_by_shard(tmp_path: Path):
 
 
 def test_metadata_is_all_in_the_origin(tmp_path: Path):
-    assert set(look(write(tmp_path)).origin) == set(RolloutMetadata.__dataclass_fields__)
+    options = ChatOptions(system="Be brief.")
+    origin = look(write(tmp_path / "options", chat_options=options)).origin
+    assert set(origin) == set(RolloutMetadata.__dataclass_fields__)
+    assert origin["chat_options"] == {"template": None, "system": "Be brief.", "thinking": "default"}
+    assert "chat_options" not in look(write(tmp_path / "none")).origin
