@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from drafters.atomic_files import AtomicFolder
 from drafters.target import Target
-from pipelines.atomic_files import AtomicFolder
 from serving.engine.engine import Engine
 from serving.engine.sampling import Sampling
 

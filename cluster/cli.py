@@ -125,6 +125,9 @@ def evaluate(
     ] = "gsm8k_test",
     limit: Annotated[int, typer.Option(help="Prompts to decode.")] = 40,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap raw prompt rows into a user turn.")] = False,
+    chat_template: ChatTemplateOption = None,
+    system: SystemOption = None,
+    thinking: ThinkingOption = "default",
     max_new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 128,
     batch: Annotated[int, typer.Option(help="Prompts decoded at a time.")] = 1,
     num_draft_tokens: Annotated[int, typer.Option(help="Drafts per round; depth of a tree.")] = 5,
@@ -141,11 +144,13 @@ def evaluate(
         from cluster import show
         from pipelines.evaluate import EvaluateConfig
         from pipelines.evaluate import evaluate as measure
+        from serving.chat_options import ChatOptions
 
         config = EvaluateConfig(
             target=target, drafter=drafter, prompts=prompts, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
             batch=batch, num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes, dtype=dtype, backend=backend,
             device=device, cuda_graphs=cuda_graphs, output=output,
+            chat_options=ChatOptions.read(chat_template, system, thinking),
         )  # fmt: skip
         with show.stage(console, f"evaluate: {drafter} for {target} on {prompts}", as_json) as stage:
             report = measure(config, stage.evaluate)

@@ -161,6 +161,8 @@ def evaluation_table(e: Evaluation) -> Table:
     table.add_row("tokens/s, plain and drafted", f"{e.tokens_per_s_plain:.1f}, {e.tokens_per_s_drafted:.1f}")
     verdict = "equal to plain decoding, token for token"
     table.add_row("outputs", f"{e.equal} of {e.prompts} {verdict}")
+    if e.prompts_differ:
+        table.add_row("prompts", f"{e.prompts_differ}: fewer drafts may be accepted")
     return table
 
 

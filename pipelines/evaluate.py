@@ -12,16 +12,18 @@ import json
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from drafters.acceptance import Acceptance
+from drafters.atomic_files import AtomicFolder
+from drafters.checkpoint import read_provenance
+from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import load_target
 from pipelines.prompts import PromptRow, read_prompts
+from serving.chat_options import ChatOptions, ChatTemplate, training_mismatch
 from serving.engine.build import build_engine
 from serving.engine.drafting import TREE_DEPTH, TREE_NODES
 from serving.engine.engine import Engine, EngineConfig
@@ -38,10 +40,11 @@ class EvaluateConfig:
     """What is measured, and how."""
 
     target: str = "smollm2"  # a shipped name, a Hugging Face id, a folder, a .gguf file
-    drafter: str  # checkpoint folder
+    drafter: str  # checkpoint folder, or its URI
     prompts: str = "gsm8k_test"  # a shipped set's name, a file or a URI; never what the drafter was trained on
     limit: int = 40  # prompts
     chat: bool = False  # wrap raw `prompt` rows into a user turn
+    chat_options: ChatOptions = field(default_factory=ChatOptions)  # another template, a system turn, thinking
     max_new_tokens: int = 128  # per prompt
     batch: int = 1  # prompts decoded at a time
     num_draft_tokens: int = TREE_DEPTH  # drafts per round, or a tree's greatest depth
@@ -81,6 +84,7 @@ class Evaluation:
     drafter: str
     prompt_set: str
     mean_context: float  # tokens of prompt and output, mean over prompts
+    prompts_differ: str | None = None  # in what these prompts are made otherwise than those of the training
     fallbacks: dict[str, int] = field(default_factory=dict)  # rounds decoded plainly because the drafter failed
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -102,14 +106,23 @@ def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], N
             raise EvaluationError(f"{name} is {getattr(config, name)}; give at least 1")
     if config.tree_nodes < 0:
         raise EvaluationError(f"tree_nodes is {config.tree_nodes}; give 0 for chains, or more")
-    output = Path(config.output or Path(config.drafter) / "evaluation.json")
+    drafter = local_checkpoint(config.drafter)
+    folder, _, name = (config.output or f"{config.drafter.rstrip('/')}/evaluation.json").rpartition("/")
+    output = AtomicFolder(folder or ".", scratch=".")
     target = load_target(config.target)
     room = target.max_len - config.max_new_tokens
     if room < 1:
         raise EvaluationError(
             f"max_new_tokens {config.max_new_tokens} leaves no room in {target.max_len} tokens of context"
         )
-    rows = read_prompts(config.prompts, target, max_prompt_tokens=room, chat=config.chat, limit=config.limit).rows
+    rows = read_prompts(
+        config.prompts,
+        target,
+        max_prompt_tokens=room,
+        chat=config.chat,
+        limit=config.limit,
+        options=config.chat_options,
+    ).rows
     longest = max(len(row.prompt_ids) for row in rows)
     engine = build_engine(
         target.path,
@@ -118,17 +131,21 @@ def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], N
         device=config.device,
         num_slots=config.batch,
         max_len=min(target.max_len, longest + config.max_new_tokens + 32),
-        drafter_path=Path(config.drafter),
+        drafter_path=drafter,
         num_threads=config.num_threads,
         cuda_graphs=config.cuda_graphs,
         config=EngineConfig(num_draft_tokens=config.num_draft_tokens, tree_nodes=config.tree_nodes),
     )
-    output.parent.mkdir(parents=True, exist_ok=True)  # now rather than after minutes of work
+    if output.local is not None:
+        output.local.mkdir(parents=True, exist_ok=True)  # now rather than after minutes of work
     assert engine.drafter is not None
     number, nodes = min(config.num_draft_tokens, engine.drafter.max_draft_tokens), engine.tree_nodes
     runs = _decode_both_ways(engine, rows, config, on_progress)
-    evaluation = _summary(engine, runs, replace(config, num_draft_tokens=number, tree_nodes=nodes))
-    write_evaluation(evaluation, output)
+    differs = training_mismatch(read_provenance(drafter), ChatTemplate(target, config.chat_options))
+    evaluation = replace(
+        _summary(engine, runs, replace(config, num_draft_tokens=number, tree_nodes=nodes)), prompts_differ=differs
+    )
+    output.write(name, (json.dumps(asdict(evaluation), indent=2) + "\n").encode())
     return evaluation
 
 
@@ -244,17 +261,3 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def write_evaluation(evaluation: Evaluation, path: Path) -> None:
-    """Write the facts as JSON, whole or not at all."""
-    payload: dict[str, Any] = asdict(evaluation)
-    handle, temporary = tempfile.mkstemp(prefix=".evaluation-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as stream:
-            json.dump(payload, stream, indent=2)
-            stream.write("\n")
-        Path(temporary).chmod(0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)

@@ -89,7 +89,7 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
         config=config,
         metadata=metadata,
         target=str(target.path.absolute()),
-        drafter=str(Path(config.drafter).expanduser().absolute()) if config.drafter else None,
+        drafter=_absolute(config.drafter),
         output=store.uri,
         max_len=max_len,
     )
@@ -160,6 +160,11 @@ def _size(config: GenerateConfig, target: Target, rows: list[PromptRow]) -> Size
 def _added(row: PromptRow) -> list[list[int]]:
     """What is put before each further turn, at its longest."""
     return [follow_up.closing_ids + follow_up.opening_ids for follow_up in row.follow_ups]
+
+
+def _absolute(drafter: str | None) -> str | None:
+    """The address as workers in another folder understand it."""
+    return drafter if drafter is None or "://" in drafter else str(Path(drafter).expanduser().absolute())
 
 
 def _plan(config: GenerateConfig, metadata: RolloutMetadata, prompts: PromptSet) -> dict[str, Any]:

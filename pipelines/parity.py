@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.acceptance import Acceptance
+from drafters.atomic_files import AtomicFolder
 from drafters.checkpoint import PROVENANCE, read_provenance
 from drafters.drafter_module import DrafterModule
-from pipelines.atomic_files import AtomicFolder
 from pipelines.expected_acceptance import accepted_drafts, walk_rounds
 from pipelines.training_sequence import TrainingSequence
 

@@ -22,9 +22,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from drafters.remote import open_filesystem, patiently
 from pipelines.data import SHIPPED, shipped
 from pipelines.prompt_rows import COLUMNS, FORMS, BadRowError, in_words
-from pipelines.remote import open_filesystem, patiently
 
 UTF8_BOM = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")

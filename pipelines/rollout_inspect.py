@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from drafters.atomic_files import AtomicFolder
 from drafters.target import TargetError
-from pipelines.atomic_files import AtomicFolder
 from pipelines.feature_codec import bytes_per_token
 from pipelines.rollout_manifest import (
     MANIFEST,

@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipelines.atomic_files import AtomicFolder
+from drafters.atomic_files import AtomicFolder
 from pipelines.rollout_schema import READABLE_VERSIONS, RolloutMetadata
 
 PLAN, MANIFEST, REJECTS, RECORDS = "plan.json", "manifest.json", "rejects.jsonl", "_work"

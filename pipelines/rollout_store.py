@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.atomic_files import AtomicFolder
+from drafters.atomic_files import AtomicFolder
 from pipelines.feature_codec import ENGINE_DTYPE
 from pipelines.prompts import RejectedRow
 from pipelines.rollout_manifest import (

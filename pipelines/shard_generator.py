@@ -17,6 +17,7 @@ import ray
 import torch
 from torch import Tensor
 
+from drafters.remote_checkpoint import local_checkpoint
 from pipelines.dialogue import Dialogue
 from pipelines.prompt_rows import BadRowError
 from pipelines.prompts import PromptRow
@@ -37,7 +38,7 @@ class ShardContext:
     config: GenerateConfig
     metadata: RolloutMetadata
     target: str  # absolute path of the driver's copy
-    drafter: str | None  # absolute path
+    drafter: str | None  # absolute path or URI
     output: str  # absolute URI
     max_len: int  # tokens of the longest row, prompt and response, or of the target's context
 
@@ -150,7 +151,7 @@ class ShardGenerator:
                 device="cuda" if config.gpus_per_actor else "cpu",
                 num_slots=config.batch,
                 max_len=context.max_len,
-                drafter_path=Path(context.drafter) if context.drafter else None,
+                drafter_path=local_checkpoint(context.drafter) if context.drafter else None,
                 target_layer_ids=layers or None,
                 num_threads=config.threads,
             )

@@ -24,18 +24,19 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer
 
 from drafters.target import Target, load_target, target_fingerprint
-from pipelines.drafter_folder import check_output, install
 from pipelines.evaluate import versions
 from pipelines.joint_setup import TRUNK, own_cases
 from pipelines.mask_token import mask_token
 from pipelines.online_setup import online_source, tapped_layers
-from pipelines.parity import ParityCase, run_parity
+from pipelines.parity import ParityCase, ParityResult, run_parity
 from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainConfig, TrainError
+from pipelines.train_storage import TrainStorage, train_storage
 from pipelines.train_worker import DRAFTER, PARITY, REPORT, SCORE, WorkerArguments, train_worker
 from pipelines.training import CurvePoint
 from pipelines.training_data import check_sets, training_data
+from pipelines.training_log import LiveLog
 from pipelines.warm_start import as_started, check_start
 
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
@@ -89,12 +90,11 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     data = training_data(config, sets, target)
     fresh_blocks = config.kind == "dflash" and config.init_from is None
     mask = mask_token(target, sets, config.dflash.mask_token_id) if fresh_blocks else None
-    output = Path(config.output).expanduser().resolve()
-    check_output(output)
+    storage = train_storage(config.output)
+    storage.check()
     start_ray()
     check_resources(config)
     board = _Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    work = output.parent / f".{output.name}.training"
     arguments = WorkerArguments(
         config=config,
         target_path=str(target.path.absolute()),
@@ -107,23 +107,16 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
         board=board,
         versions=versions(),
     )
-    with _Relay(board, on_progress):
-        checkpoint = _fit(config, arguments, work, run_name(config, sets))
-    with checkpoint.as_directory() as folder:
-        install(Path(folder) / DRAFTER, output)
-        report = json.loads((Path(folder) / REPORT).read_text())
-        cases = [ParityCase(**case) for case in json.loads((Path(folder) / PARITY).read_text())]
-    device = "cuda" if config.use_gpu and torch.cuda.is_available() else "cpu"
-    served = target.path
-    if config.joint is not None:
-        served = output / TRUNK
-        prompts = [case.prompt_ids for case in cases]
-        cases = own_cases(served, output, prompts, config.drafts(), device)
-    parity = run_parity(served, output, cases, config.drafts(), device)
-    shutil.rmtree(work, ignore_errors=True)  # not before: the same command goes on at the gate, if that was interrupted
+    log = LiveLog(storage.live_log) if storage.live_log else None
+    with _Relay(board, [on_progress, log.add if log else None]):
+        checkpoint = _fit(config, arguments, storage, run_name(config, sets))
+    if log:
+        log.close()
+    report, parity = _deliver(config, checkpoint, target, storage)
+    storage.clear()  # not before: the same command goes on at the gate, if that was interrupted
     return TrainReport(
         **report,
-        output=str(output),
+        output=storage.uri,
         seconds=time.monotonic() - started,
         served_tau=parity.served,
         parity_passed=parity.passed,
@@ -131,7 +124,31 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     )
 
 
-def _fit(config: TrainConfig, arguments: WorkerArguments, work: Path, name: str) -> Checkpoint:
+def _deliver(
+    config: TrainConfig, checkpoint: Checkpoint, target: Target, storage: TrainStorage
+) -> tuple[dict[str, Any], ParityResult]:
+    """Hold the finished drafter against the engine and put it into its place; returns the worker's report too."""
+    device = "cuda" if config.use_gpu and torch.cuda.is_available() else "cpu"
+    staged = storage.staging_folder()
+    try:
+        drafter = staged / DRAFTER
+        with checkpoint.as_directory() as folder:
+            shutil.copytree(Path(folder) / DRAFTER, drafter)
+            report = json.loads((Path(folder) / REPORT).read_text())
+            cases = [ParityCase(**case) for case in json.loads((Path(folder) / PARITY).read_text())]
+        served = target.path
+        if config.joint is not None:
+            served = drafter / TRUNK
+            prompts = [case.prompt_ids for case in cases]
+            cases = own_cases(served, drafter, prompts, config.drafts(), device)
+        parity = run_parity(served, drafter, cases, config.drafts(), device)
+        storage.install(drafter)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return report, parity
+
+
+def _fit(config: TrainConfig, arguments: WorkerArguments, storage: TrainStorage, name: str) -> Checkpoint:
     """Run the workers, from where a run of this name has stopped; returns the last checkpoint. Raises TrainError."""
     workers, least = config.num_workers, config.min_workers or config.num_workers
     trainer = TorchTrainer(
@@ -146,7 +163,7 @@ def _fit(config: TrainConfig, arguments: WorkerArguments, work: Path, name: str)
         ),
         run_config=RunConfig(
             name=name,
-            storage_path=str(work),
+            **storage.run_options,
             failure_config=_failure_config(),
             checkpoint_config=CheckpointConfig(
                 num_to_keep=config.keep_checkpoints, checkpoint_score_attribute=SCORE, checkpoint_score_order="max"
@@ -233,8 +250,9 @@ class _Board:
 class _Relay:
     """Fetches points in a thread while the driver waits for the trainer."""
 
-    def __init__(self, board: Any, on_progress: OnProgress | None):
-        self._board, self._say, self._stop = board, on_progress or (lambda _: None), threading.Event()
+    def __init__(self, board: Any, listeners: list[OnProgress | None]):
+        self._board, self._stop = board, threading.Event()
+        self._listeners = [listener for listener in listeners if listener]
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> None:
@@ -255,4 +273,5 @@ class _Relay:
         except ray.exceptions.RayError:  # progress only: the trainer itself reports what goes wrong
             return
         for point in points:
-            self._say(point)
+            for tell in self._listeners:
+                tell(point)

@@ -13,6 +13,7 @@ from drafters.checkpoint import WEIGHTS, load_module, read_config
 from drafters.dflash import DFlashConfig
 from drafters.drafter_module import DrafterModule
 from drafters.mtp import MtpConfig
+from drafters.remote_checkpoint import local_checkpoint
 from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
 
 
@@ -20,11 +21,11 @@ def as_started(config: TrainConfig) -> TrainConfig:
     """The options with kind and shape of the drafter that the run goes on from. Raises CheckpointError."""
     if config.init_from is None:
         return config
-    path = Path(config.init_from).expanduser().absolute()
+    path = local_checkpoint(config.init_from)
     made = read_config(path)
     config = replace(
         config,
-        init_from=str(path),
+        init_from=config.init_from if "://" in config.init_from else str(path),  # workers may run on other nodes
         draft_vocab_size=made.draft_vocab_size,
         draft_vocab_coverage=None,
         kind="recursive",
@@ -48,7 +49,7 @@ def check_start(config: TrainConfig, target_layer_ids: tuple[int, ...]) -> None:
     """Raise TrainError if the drafter that the run goes on from reads other layers than the rollouts have."""
     if config.init_from is None:
         return
-    taps = read_config(Path(config.init_from)).target_layer_ids
+    taps = read_config(local_checkpoint(config.init_from)).target_layer_ids
     if taps != target_layer_ids:
         raise TrainError(
             f"init_from {config.init_from} reads the target's layers {', '.join(map(str, taps))}, the features are of "
@@ -60,13 +61,13 @@ def started_vocabulary(config: TrainConfig) -> Tensor | None:
     """The ascending token ids [W] that the drafter drafts which the run goes on from; None for a fresh one."""
     if config.init_from is None:
         return None
-    with safe_open(Path(config.init_from) / WEIGHTS, framework="pt") as weights:
+    with safe_open(local_checkpoint(config.init_from) / WEIGHTS, framework="pt") as weights:
         names = [name for name in weights.keys() if name.split(".")[-1] == "draft_vocab_ids"]  # noqa: SIM118
         if names:
             return weights.get_tensor(names[0])
-    return torch.arange(read_config(Path(config.init_from)).vocab_size)
+    return torch.arange(read_config(local_checkpoint(config.init_from)).vocab_size)
 
 
 def started_module(init_from: str, target_path: Path) -> DrafterModule:
     """The drafter to go on from, with gradients. Raises CheckpointError."""
-    return load_module(Path(init_from), target_path, dtype=torch.float32).requires_grad_(True).train()
+    return load_module(local_checkpoint(init_from), target_path, dtype=torch.float32).requires_grad_(True).train()

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-import fsspec
-
+from drafters.remote import open_filesystem, patiently
 from drafters.target import Target, chat_template_hash
 
 Thinking = Literal["default", "on", "off"]
@@ -52,8 +51,8 @@ class ChatOptions:
         template = None
         if template_file is not None:
             try:
-                with fsspec.open(template_file, "rb") as stream:
-                    template = bytes(stream.read()).decode("utf-8")
+                fs, path = open_filesystem(template_file)
+                template = bytes(patiently(lambda: fs.cat_file(path))).decode("utf-8")
             except UnicodeDecodeError:
                 raise ChatOptionsError(f"chat template {template_file} is not UTF-8; save it as UTF-8") from None
             except Exception as error:  # every remote file system has its own kinds
@@ -155,7 +154,7 @@ def training_mismatch(provenance: Mapping[str, Any], served: ChatTemplate) -> st
     trained_words, served_words = (
         ", ".join(f"{name} {_in_words(pair[side])}" for name, *pair in differing) for side in (0, 1)
     )
-    return f"trained with {trained_words}; served with {served_words}"
+    return f"trained with {trained_words}; used with {served_words}"
 
 
 def _in_words(value: Any) -> str:

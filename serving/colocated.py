@@ -20,6 +20,7 @@ from ray.serve.config import HTTPOptions
 
 from drafters.checkpoint import CheckpointError, load_module, read_provenance
 from drafters.draft_tree import MAX_TREE_NODES
+from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import TargetError, load_target
 from drafters.target_source import SMOLLM2_NAMES
 from serving.chat_options import ChatOptions, ChatOptionsError, ChatTemplate, Thinking, training_mismatch
@@ -155,8 +156,9 @@ def _check(config: ServeConfig) -> None:
         template = ChatTemplate(target, config.chat_options())
         template.check()
         if config.drafter is not None:
-            load_module(Path(config.drafter), target.path)
-            if differs := training_mismatch(read_provenance(Path(config.drafter)), template):
+            drafter = local_checkpoint(config.drafter)
+            load_module(drafter, target.path)
+            if differs := training_mismatch(read_provenance(drafter), template):
                 log.warning("drafter %s was %s: fewer drafts may be accepted", config.drafter, differs)
     except (TargetError, CheckpointError, ChatOptionsError) as error:
         raise ServeError(str(error)) from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -16,6 +15,7 @@ from ray import serve
 
 from drafters.checkpoint import read_provenance
 from drafters.drafter import Drafter
+from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import load_target
 from serving.chat_options import ChatTemplate, training_mismatch
 from serving.engine.async_engine import AsyncEngine
@@ -67,7 +67,7 @@ class Replica:
             device=config.device,
             num_slots=config.num_slots,
             max_len=config.max_len,
-            drafter_path=Path(config.drafter) if config.drafter else None,
+            drafter_path=local_checkpoint(config.drafter) if config.drafter else None,
             target_layer_ids=config.target_layer_ids,
             num_threads=config.threads,
             cuda_graphs=config.cuda_graphs,
@@ -117,13 +117,13 @@ class Replica:
     def _load(self, path: str | None) -> Drafter | None:
         if path is None:
             return None
-        drafter = load_drafter_for(self._backend, Path(path), self._target.path)
+        drafter = load_drafter_for(self._backend, local_checkpoint(path), self._target.path)
         self._compare_prompts(path)
         return drafter
 
     def _compare_prompts(self, path: str) -> None:
         """Say it if the drafter was trained on other prompts than it will meet: it drafts worse, and nothing else."""
-        if differs := training_mismatch(read_provenance(Path(path)), self._template):
+        if differs := training_mismatch(read_provenance(local_checkpoint(path)), self._template):
             log.warning("drafter %s was %s: fewer drafts may be accepted", path, differs)
 
     def _report(self, name: str | None, refused: str | None) -> None:

@@ -19,7 +19,6 @@ from drafters.checkpoint import load_module, read_provenance
 from drafters.losses import LossConfig
 from drafters.target import target_fingerprint
 from pipelines import train as train_stage
-from pipelines.drafter_folder import check_output, install
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.generate import generate
 from pipelines.generate_config import GenerateConfig
@@ -334,16 +333,6 @@ def test_workers_that_could_never_start_are_refused(config: TrainConfig, tmp_pat
     here = replace(config, output=str(tmp_path / "drafter"))
     refused(replace(here, num_workers=9), TrainError, r"num_workers is 9 and cpus_per_worker is 1: 9 CPUs, Ray has 8")
     refused(replace(here, use_gpu=True), TrainError, r"use_gpu is on: 1 GPUs, Ray has 0")
-
-
-def test_hidden_files_in_the_output_are_kept(tmp_path: Path):
-    new, output = tmp_path / "new", tmp_path / "drafter"
-    for folder, name in ((new, "config.json"), (output, ".DS_Store")):
-        folder.mkdir()
-        (folder / name).write_text(name)
-    check_output(output)
-    install(new, output)
-    assert sorted(p.name for p in output.iterdir()) == [".DS_Store", "config.json"]
 
 
 def test_output_with_other_files_is_refused(config: TrainConfig, toy_target_dir: Path, tmp_path: Path):

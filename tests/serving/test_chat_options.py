@@ -107,11 +107,11 @@ def test_a_mismatch_names_both_sides(target: Target):
     for agreeing in ({}, {"chat_template_hash": own}, {"chat_template_hash": own, "chat_options": options}):
         assert training_mismatch(agreeing, plain) is None
     assert training_mismatch({"chat_template_hash": "f" * 32}, plain) == (
-        f"trained with chat template {'f' * 32}; served with chat template {own}"
+        f"trained with chat template {'f' * 32}; used with chat template {own}"
     )
     trained = {"chat_template_hash": own, "chat_options": options | {"thinking": "on", "system": "be\nbrief"}}
     assert training_mismatch(trained, plain) == (
-        "trained with system be brief, thinking on; served with system none, thinking default"
+        "trained with system be brief, thinking on; used with system none, thinking default"
     )
     # the template counts by its text, not by where it came from
     served = ChatTemplate(target, ChatOptions(template=(target.path / "chat_template.jinja").read_text()))
@@ -134,7 +134,7 @@ def test_the_replica_says_it_at_its_start_and_at_a_swap(tmp_path, toy_target_dir
     settings = {"target": str(toy_target_dir), "num_slots": 1, "max_len": 64, "threads": 1}
     with caplog.at_level(logging.WARNING, logger="serving.replica"):
         replica = Replica.__mro__[1](ServeConfig(drafter=thinking, **settings))
-        expected = "was trained with thinking on; served with thinking default: fewer drafts may be accepted"
+        expected = "was trained with thinking on; used with thinking default: fewer drafts may be accepted"
         assert warnings() == [f"drafter {thinking} {expected}"]
         asyncio.run(replica.reconfigure({"drafter": same}))
         assert len(warnings()) == 1
@@ -157,7 +157,7 @@ def test_serve_says_it_once_before_it_starts(tmp_path, toy_target_dir, caplog, m
     with caplog.at_level(logging.WARNING, logger="serving.colocated"):
         colocated._check(config)
     (said,) = [record.message for record in caplog.records]
-    assert said.startswith(f"drafter {drafter} was trained with chat template {'f' * 32}; served with chat template ")
+    assert said.startswith(f"drafter {drafter} was trained with chat template {'f' * 32}; used with chat template ")
     assert "\n" not in said
     with pytest.raises(colocated.ServeError, match="no variable enable_thinking"):
         colocated._check(config.model_copy(update={"thinking": "on"}))

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import remote
-from pipelines.remote import RemoteFile, is_transient, patiently, storage_options
+from drafters import remote
+from drafters.remote import RemoteFile, is_transient, patiently, storage_options
 
 
 @pytest.fixture

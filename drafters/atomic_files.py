@@ -12,7 +12,7 @@ from typing import IO, Any, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
-from pipelines.remote import RemoteFile, open_filesystem, patiently
+from drafters.remote import RemoteFile, open_filesystem, patiently
 
 T = TypeVar("T")
 
