@@ -58,16 +58,17 @@ class Stage:
             self.at(progress.rows_done, progress.rows_total, text)
 
     def train(self, point: CurvePoint) -> None:
-        accuracy = " ".join(f"{a:.2f}" for a in point.accuracy_by_position)
+        accuracy = " ".join(f"{a:.2f}" for a in point.accuracy_by_position) or "-"
+        loss = "skipped" if point.loss is None else f"{point.loss:.3f}"
         if point.expected_tau is not None:
             self.say(
-                f"step {point.step}: loss {point.loss:.3f}, accuracy by position {accuracy}, "
+                f"step {point.step}: loss {loss}, accuracy by position {accuracy}, "
                 f"expected tau {point.expected_tau:.2f}"
             )
         speed = point.tokens / point.seconds if point.seconds else 0.0
         left = (point.total_steps - point.step) * point.seconds / point.step
         pace = f"{speed:,.0f} tok/s, {_duration(left)} of steps left"
-        self.at(point.step, point.total_steps, f"loss {point.loss:.2f}, accuracy {accuracy}, {pace}")
+        self.at(point.step, point.total_steps, f"loss {loss}, accuracy {accuracy}, {pace}")
 
     def evaluate(self, progress: EvaluateProgress) -> None:
         tau = "-" if progress.tau is None else f"{progress.tau:.2f}"
@@ -134,7 +135,7 @@ def train_table(report: TrainReport) -> Table:
         table.add_row("[yellow]skipped[/yellow]", skipped)
     if report.ntp_loss is not None:
         table.add_row("next-token loss", f"{report.ntp_loss:.4f} of the trained target, on held-out sequences")
-    table.add_row("loss", f"{report.loss:.3f}")
+    table.add_row("loss", "-" if report.loss is None else f"{report.loss:.3f}")
     table.add_row("accuracy by position", _by_position(report.accuracy_by_position))
     expected = "-" if report.expected_tau is None else f"{report.expected_tau:.2f}"
     table.add_row("expected tau", f"{expected} on {report.held_out_sequences} held-out sequences")

@@ -60,7 +60,7 @@ class TrainReport:
     seconds: float  # Ray's start included
     best_step: int  # at which expected tau was best: the drafter is of that step
     ntp_loss: float | None  # joint regime: of the trained trunk on the held-out sequences
-    loss: float
+    loss: float | None  # mean of the last steps; None: all were skipped
     accuracy_by_position: list[float]
     expected_tau: float | None  # on the held-out sequences
     acceptance_by_position: list[float]

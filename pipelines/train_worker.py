@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,7 +42,9 @@ STATE, COMPLETE = "trainer.pt", "complete.json"  # of a saved state; the latter 
 DRAFTER, REPORT, PARITY = "drafter", "report.json", "parity.json"  # what the last one also has
 SCORE = "expected_tau"  # of saved states
 UNKNOWN_SCORE = 0.0  # where it was not measured; any tau is at least 1
-SHOW_EVERY = 5  # steps between points sent to the driver
+FIRST_SHOWN = 50  # steps that are all shown: a drafter learns fastest there
+SHOW_EVERY = 5  # steps between points after that
+LOSS_POINTS = 10  # the report's loss is the mean over the last ones
 TAP_SEQUENCES = 64  # training sequences that the scale of the taps is read off
 
 
@@ -73,7 +76,7 @@ def train_worker(packed: dict[str, WorkerArguments]) -> None:
     story = _restore(trainer)
     for point in trainer.run():
         last = point.step == point.total_steps
-        if last or point.evaluated or point.step % SHOW_EVERY == 0:
+        if last or point.evaluated or point.step <= FIRST_SHOWN or point.step % SHOW_EVERY == 0:
             story.add(point, trainer.module)
             if rank == 0:
                 arguments.board.put.remote(point)
@@ -120,6 +123,12 @@ class Story:
     def curve(self) -> list[CurvePoint]:
         """The points at which expected tau was measured."""
         return [point for point in self.points if point.evaluated]
+
+    @property
+    def late_loss(self) -> float | None:
+        """Mean over the last points; None if every step was skipped."""
+        losses = [point.loss for point in self.points if point.loss is not None][-LOSS_POINTS:]
+        return statistics.mean(losses) if losses else None
 
     def state_dict(self) -> dict[str, Any]:
         best = self.best and asdict(self.best)
@@ -244,7 +253,7 @@ def _finish(
         "skipped_steps": steps.skipped_steps,
         "skipped_sequences": steps.skipped_sequences,
         "ntp_loss": ntp_loss,
-        "loss": best.loss,
+        "loss": story.late_loss,
         "accuracy_by_position": best.accuracy_by_position,
         "expected_tau": best.expected_tau,
         "acceptance_by_position": best.acceptance_by_position,

@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,8 +55,8 @@ class CurvePoint:
     step: int
     total_steps: int
     seconds: float  # of optimiser steps, over all starts of the run; without measuring expected tau
-    loss: float  # mean since the last point
-    accuracy_by_position: list[float]  # K, share of the batch's labels that are the step's argmax
+    loss: float | None  # of this step, before it; None: skipped
+    accuracy_by_position: list[float]  # K, share of the step's labels that are the module's argmax
     expected_tau: float | None = None  # on the held-out sequences, where measured
     acceptance_by_position: list[float] | None = None
     tokens: int = 0  # response tokens seen so far, repeats counted
@@ -65,7 +65,7 @@ class CurvePoint:
     skipped_sequences: int = 0  # so far, whose features were not finite
     learning_rate: float = 0.0  # of this step
     gradient_norm: float | None = None  # of this step, before clipping; None: not finite
-    ntp_loss: float | None = None  # joint regime: the trunk's next-token loss, mean since the last point
+    ntp_loss: float | None = None  # joint regime: the trunk's next-token loss in this step
 
     @property
     def evaluated(self) -> bool:
@@ -73,17 +73,14 @@ class CurvePoint:
         return self.acceptance_by_position is not None
 
 
-@dataclass
-class _Window:
-    """Sums since the last point shown."""
+@dataclass(frozen=True, kw_only=True)
+class _StepFacts:
+    """Of one step, over all workers."""
 
-    losses: list[float] = field(default_factory=list)
-    correct_K: Tensor | int = 0
-    known_K: Tensor | int = 0
-    extra: dict[str, list[float]] = field(default_factory=dict)  # further losses by the name of a point's field
-
-    def means(self) -> dict[str, Any]:
-        return {name: sum(values) / max(1, len(values)) for name, values in self.extra.items()}
+    loss: float
+    correct_K: Tensor
+    known_K: Tensor
+    extra: dict[str, float]  # further losses by the name of a point's field
 
 
 class Trainer:
@@ -148,24 +145,22 @@ class Trainer:
 
     def run(self) -> Iterator[CurvePoint]:
         """Train to the end, yielding a point after every step; some carry expected tau. Raises TrainingFailedError."""
-        window = _Window()
         every = max(1, math.ceil(self.total_steps / max(1, self.config.evaluations)))
         self.module.train()
         first = self.done + 1
         for step, packs in enumerate(self.source.steps(self.lanes, first, self.total_steps), start=first):
             started = time.perf_counter()
-            self._step(step, packs, window)
+            facts = self._step(step, packs)
             self.done, self.seconds = step, self.seconds + time.perf_counter() - started
             measured = by_category = None
             if step % every == 0 or step == self.total_steps:
                 measured, by_category = self._expected()
-            correct, known = torch.as_tensor(window.correct_K), torch.as_tensor(window.known_K)
             yield CurvePoint(
                 step=step,
                 total_steps=self.total_steps,
                 seconds=self.seconds,
-                loss=sum(window.losses) / max(1, len(window.losses)),
-                accuracy_by_position=(correct / known.clamp(min=1)).tolist(),
+                loss=facts.loss if facts else None,
+                accuracy_by_position=(facts.correct_K / facts.known_K.clamp(min=1)).tolist() if facts else [],
                 expected_tau=measured.tau if measured else None,
                 acceptance_by_position=measured.by_position if measured else None,
                 tokens=self.tokens,
@@ -174,14 +169,13 @@ class Trainer:
                 skipped_sequences=self.skipped_sequences,
                 learning_rate=self.config.learning_rate * self._schedule(step),
                 gradient_norm=self._gradient_norm,
-                **window.means(),
+                **(facts.extra if facts else {}),
             )
-            if step % 10 == 0 or measured:
-                window = _Window()
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _step(self, step: int, packs: Sequence[LanePack], window: _Window) -> None:
+    def _step(self, step: int, packs: Sequence[LanePack]) -> _StepFacts | None:
+        """Take a step; None if its gradient was not finite."""
         batches = [self._batch(step, pack) for pack in packs]
         labels_K = self._count(packs, batches)
         for group in self.optimizer.param_groups:
@@ -197,14 +191,11 @@ class Trainer:
         self._gradient_norm = float(norm) if bool(torch.isfinite(norm)) else None
         if self._gradient_norm is None:  # the same on every worker: gradients are the team's
             self._skip(step)
-            return
+            return None
         self.optimizer.step()
         self.skipped_in_a_row = 0
-        window.losses.append(float(loss))
-        window.correct_K = window.correct_K + correct_K
-        window.known_K = window.known_K + known_K
-        for name, value in zip(self.EXTRA, extra.tolist(), strict=True):
-            window.extra.setdefault(name, []).append(value)
+        further = dict(zip(self.EXTRA, extra.tolist(), strict=True))
+        return _StepFacts(loss=float(loss), correct_K=correct_K, known_K=known_K, extra=further)
 
     def _batch(self, step: int, pack: LanePack) -> TrainingBatch:
         """The lane's pack with anchors that follow from seed, step and lane."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "training.png"
+SMOOTHED = 10  # points that each point of a plotted curve is the mean of
 
 
 class LiveLog:
@@ -72,10 +74,11 @@ def plot(points: Sequence[CurvePoint], file: Path) -> None:
 
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     loss, accuracy, tau = figure.subplots(1, 3)
-    seen = [point.tokens / 1e6 for point in points]
-    loss.plot(seen, [point.loss for point in points], linewidth=1.2)
-    for k in range(len(points[0].accuracy_by_position) if points else 0):
-        accuracy.plot(seen, [p.accuracy_by_position[k] for p in points], linewidth=1.2, label=f"{k + 1}")
+    taken = [point for point in points if point.loss is not None]
+    seen = [point.tokens / 1e6 for point in taken]
+    loss.plot(seen, _smooth([point.loss or 0.0 for point in taken]), linewidth=1.2)
+    for k in range(len(taken[0].accuracy_by_position) if taken else 0):
+        accuracy.plot(seen, _smooth([p.accuracy_by_position[k] for p in taken]), linewidth=1.2, label=f"{k + 1}")
     _plot_tau(tau, points)
     for panel, title in ((loss, "loss"), (accuracy, "accuracy by draft position"), (tau, "expected tau, held out")):
         panel.set_title(title)
@@ -84,6 +87,13 @@ def plot(points: Sequence[CurvePoint], file: Path) -> None:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=8)
     FigureCanvasAgg(figure).print_png(str(file))
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Means over the last SMOOTHED values at each place: single steps are noisy."""
+    sums = [0.0, *itertools.accumulate(values)]
+    starts = [max(0, end - SMOOTHED) for end in range(1, len(sums))]
+    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
 
 
 def _plot_tau(panel: Axes, points: Sequence[CurvePoint]) -> None:

@@ -52,12 +52,17 @@ def test_a_point_as_scalars():
         "expected_tau/none": 1.2,
     }
     assert "held_out/expected_tau" not in scalars_of(POINTS[0])
+    skipped = scalars_of(replace(POINTS[0], loss=None, accuracy_by_position=[], gradient_norm=None))
+    assert set(skipped) == {
+        f"train/{n}" for n in ("learning_rate", "tokens", "tokens_per_s", "skipped_steps", "skipped_sequences")
+    }
 
 
 def test_the_log_has_every_point_and_a_plot(tmp_path: Path):
-    write_log(tmp_path, [*POINTS[:2], MEASURED])
+    skipped = replace(POINTS[0], step=7, loss=None, accuracy_by_position=[])
+    write_log(tmp_path, [POINTS[0], skipped, POINTS[1], MEASURED])
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
-    assert lines == [json.loads(json.dumps(asdict(point))) for point in (*POINTS[:2], MEASURED)]
+    assert lines == [json.loads(json.dumps(asdict(point))) for point in (POINTS[0], skipped, POINTS[1], MEASURED)]
     events = EventAccumulator(str(tmp_path / TENSORBOARD))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [

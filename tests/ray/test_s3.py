@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from drafters.checkpoint import read_provenance
+from drafters.remote_checkpoint import local_checkpoint
 from pipelines.generate import GenerateConfig, generate
 from pipelines.prompts import PromptError
 from pipelines.rollout_store import RolloutError, open_rollouts
 from pipelines.step_config import StepConfig
 from pipelines.train import train
-from pipelines.train_config import TrainConfig
+from pipelines.train_config import TrainConfig, TrainError
 from tests.conftest import S3_PORTS
 from tests.s3_server import BUCKET, S3Server
 
@@ -76,16 +79,19 @@ def test_a_run_on_s3_gives_the_bytes_of_a_local_one(server: S3Server, local: Gen
     assert [r.id for r in rollouts] == [r.id for r in open_rollouts(local.output)]
 
 
-def test_a_server_that_vanishes_and_returns_costs_nothing(server: S3Server, local: GenerateConfig):
-    config = replace(local, output=f"s3://{BUCKET}/disturbed")
+@contextmanager
+def away_once(server: S3Server, folder: str, ending: str) -> Iterator[None]:
+    """Take the server away for some seconds as soon as a file with this ending lies in the folder."""
     events: list[str] = []
 
     def disturb() -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            if any(name.endswith(".parquet") for name in server.filesystem().find(f"{BUCKET}/disturbed")):
+            if any(name.endswith(ending) for name in server.filesystem().find(folder)):
                 break
             time.sleep(0.05)
+        else:
+            return
         server.stop()
         events.append("stopped")
         time.sleep(AWAY_S)
@@ -95,17 +101,25 @@ def test_a_server_that_vanishes_and_returns_costs_nothing(server: S3Server, loca
     thread = threading.Thread(target=disturb)
     thread.start()
     try:
-        report = generate(config)
+        yield
+        assert events, "it was over before the server went away"
     finally:
         thread.join(timeout=120)
     assert events == ["stopped", "started"]
+
+
+def test_a_server_that_vanishes_and_returns_costs_nothing(server: S3Server, local: GenerateConfig):
+    config = replace(local, output=f"s3://{BUCKET}/disturbed")
+    with away_once(server, f"{BUCKET}/disturbed", ".parquet"):
+        report = generate(config)
     assert report.rows == 24
     assert checksums(config.output) == checksums(local.output)
 
 
-def test_training_from_s3_gives_the_weights_of_training_from_a_folder(
+def test_training_on_s3_gives_the_weights_of_training_on_a_folder(
     server: S3Server, local: GenerateConfig, tmp_path: Path
 ):
+    """Also when the server goes away between two saved states."""
     generate(replace(local, output=f"s3://{BUCKET}/rollouts"))
     config = TrainConfig(
         target=local.target,
@@ -114,16 +128,27 @@ def test_training_from_s3_gives_the_weights_of_training_from_a_folder(
         num_draft_tokens=3,
         draft_vocab_size=150,
         held_out=0.2,
-        steps=StepConfig(epochs=2, tokens_per_step=300, anchors_per_sequence=8, evaluations=1),
+        steps=StepConfig(epochs=8, tokens_per_step=300, anchors_per_sequence=8, evaluations=2),
         threads_per_worker=1,
         cache_bytes=0,  # every epoch reads anew
+        save_every_steps=4,
     )
     train(config)
-    train(replace(config, rollouts=(f"s3://{BUCKET}/rollouts",), output=str(tmp_path / "from-s3")))
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("from-folder", "from-s3"))
+    remote = replace(config, rollouts=(f"s3://{BUCKET}/rollouts",), output=f"s3://{BUCKET}/drafters/new")
+    with away_once(server, f"{BUCKET}/drafters", "complete.json"):
+        report = train(remote)
+    assert report.output == remote.output
+    fetched = local_checkpoint(remote.output, cache_dir=tmp_path / "cache")
+    one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path / "from-folder", fetched))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+    assert read_provenance(fetched)["parity"]["served"] == report.served_tau
+    left = server.filesystem().find(f"{BUCKET}/drafters")
+    assert f"{BUCKET}/drafters/new/training.png" in left
+    assert not [name for name in left if ".training/" in name], "the run's state is removed at the end"
+    with pytest.raises(TrainError, match=r"output s3://no-such-bucket/new cannot be written \(.*\); check path and"):
+        train(replace(config, output="s3://no-such-bucket/new"))
 
 
 def test_prompts_are_found_by_a_pattern(server: S3Server, local: GenerateConfig):
