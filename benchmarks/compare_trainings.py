@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import io
+import itertools
 import json
 import shlex
 import subprocess
@@ -37,7 +38,7 @@ def train(options: list[str], output: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "cluster.cli", "train", *options, "--output", str(output), "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
     report: dict[str, Any] = json.loads(done.stdout)
-    rollouts = [Path(value) for name, value in zip(options, options[1:], strict=False) if name == "--rollouts"]
+    rollouts = [Path(value) for name, value in itertools.pairwise(options) if name == "--rollouts"]
     manifests = [open_rollouts(str(folder)).manifest for folder in rollouts]
     curve = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -85,8 +86,8 @@ def plot(runs: dict[str, dict[str, Any]], steps: int) -> str:
 
 def table(runs: dict[str, dict[str, Any]], steps: int) -> str:
     lines = [
-        f"| training | steps | expected tau | served tau | loss | L_NTP, held out | largest loss difference, first {steps} "
-        "steps | rollouts read, MB (bytes per token) | written, MB | seconds of steps | response tokens/s |",
+        "| training | steps | expected tau | served tau | loss | L_NTP, held out | largest loss difference, "
+        f"first {steps} steps | rollouts read, MB (bytes per token) | written, MB | seconds of steps | response tokens/s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     first = next(iter(runs.values()))["curve"]
