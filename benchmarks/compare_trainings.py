@@ -87,7 +87,8 @@ def plot(runs: dict[str, dict[str, Any]], steps: int) -> str:
 def table(runs: dict[str, dict[str, Any]], steps: int) -> str:
     lines = [
         "| training | steps | expected tau | served tau | loss | L_NTP, held out | largest loss difference, "
-        f"first {steps} steps | rollouts read, MB (bytes per token) | written, MB | seconds of steps | response tokens/s |",
+        f"first {steps} steps "
+        "| rollouts read, MB (bytes per token) | written, MB | seconds of steps | response tokens/s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     first = next(iter(runs.values()))["curve"]
