@@ -234,3 +234,7 @@ def quickstart(
 def main() -> None:
     """The console script."""
     sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,17 @@ class AtomicFolder:
         """The folder's path if it is local."""
         return Path(self.root) if isinstance(self.fs, LocalFileSystem) else None
 
+    def check_bucket(self) -> None:
+        """Raise FileNotFoundError if the folder's bucket does not exist: some servers make one of any name."""
+        bucket = self.root.split("/")[0]
+        if "s3" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,)):
+            try:
+                patiently(lambda: self.fs.info(bucket))
+            except FileNotFoundError:
+                raise FileNotFoundError(f"there is no bucket {bucket}") from None
+            except PermissionError:
+                pass  # who may not look at a bucket may still write into it
+
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
 

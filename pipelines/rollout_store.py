@@ -65,6 +65,7 @@ class RolloutStore:
         A plan that nothing was made with yet ties to nothing: the run may have been refused for want of room.
         """
         try:
+            self.folder.check_bucket()
             names = self.folder.names()
             if PLAN in names and self._is_begun(names):
                 self._check_plan(plan)

@@ -98,6 +98,7 @@ class RemoteStorage:
         """As `LocalStorage.check`; also writes and removes a file, so that wrong access is told at once."""
         probe = f"{self._work}/probe"
         try:
+            self.folder.check_bucket()
             names = set(self.folder.names())
             self.folder.fs.pipe_file(probe, b"")
             self.folder.fs.rm_file(probe)

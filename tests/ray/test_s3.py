@@ -147,7 +147,7 @@ def test_training_on_s3_gives_the_weights_of_training_on_a_folder(
     left = server.filesystem().find(f"{BUCKET}/drafters")
     assert f"{BUCKET}/drafters/new/training.png" in left
     assert not [name for name in left if ".training/" in name], "the run's state is removed at the end"
-    with pytest.raises(TrainError, match=r"output s3://no-such-bucket/new cannot be written \(.*\); check path and"):
+    with pytest.raises(TrainError, match=r"output s3://no-such-bucket/new cannot be written \(there is no bucket"):
         train(replace(config, output="s3://no-such-bucket/new"))
 
 
@@ -170,7 +170,7 @@ def test_a_wrong_key_and_a_missing_bucket_are_told_at_once(
     import fsspec
 
     started = time.monotonic()
-    with pytest.raises(RolloutError, match=r"cannot be written \(.*\); check path and access"):
+    with pytest.raises(RolloutError, match=r"cannot be written \(there is no bucket no-such-bucket\); check path"):
         generate(replace(local, output="s3://no-such-bucket/rollouts"))
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     with monkeypatch.context() as patch:
