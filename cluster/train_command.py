@@ -111,8 +111,13 @@ def train(
     num_actors: Annotated[
         str, typer.Option(help="online: target actors for each worker: a number, or least:most.")
     ] = "1",
+    save_every_steps: Annotated[int, typer.Option(help="A run that is killed loses at most so many steps.")] = 100,
+    cache_bytes: Annotated[
+        int, typer.Option(help="Of features that a worker keeps in memory from epoch to epoch.", show_default="4 GiB")
+    ] = 4 * 2**30,
     seed: Annotated[int, typer.Option(help="Of initial weights, order and anchors.")] = 0,
     num_workers: Annotated[str, typer.Option(help="Ray Train workers: a number, or least:most (elastic).")] = "1",
+    cpus_per_worker: Annotated[float, typer.Option(help="CPUs that Ray sets aside for each.")] = 1.0,
     gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per worker.")] = False,
     resource: Annotated[
         list[str] | None, typer.Option(help="NAME=AMOUNT of a custom Ray resource that a worker's node must have.")
@@ -146,6 +151,7 @@ def train(
             draft_vocab_coverage=draft_vocab_coverage, draft_vocab_size=draft_vocab_size,
             rollout_weights=tuple(weight or ()), init_from=init_from, online=online_options,
             joint=JointOptions(beta=beta, trunk_learning_rate=trunk_learning_rate) if regime == "joint" else None,
+            save_every_steps=save_every_steps, cache_bytes=cache_bytes, cpus_per_worker=cpus_per_worker,
             num_workers=most, min_workers=least if least < most else None, use_gpu=gpu,
             resources=amounts(resource),
             independent=IndependentOptions(
