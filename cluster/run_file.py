@@ -22,7 +22,16 @@ from cluster.command import fail
 def _take_run_file(context: typer.Context, file: Path | None) -> Path | None:
     """Make the file's values the defaults of the command's other options."""
     if file is not None:
-        context.default_map = {**(context.default_map or {}), **read_run_file(file, option_names(context))}
+        values = read_run_file(file, option_names(context))
+        repeated = {
+            str(parameter.name) for parameter in context.command.params if getattr(parameter, "multiple", False)
+        }
+        for name, value in values.items():
+            if name in repeated and not isinstance(value, list):
+                values[name] = [value]
+            elif isinstance(value, list) and name not in repeated:
+                fail(f"run file {file}: {name.replace('_', '-')} is a list; give one value", 2)
+        context.default_map = {**(context.default_map or {}), **values}
     return file
 
 

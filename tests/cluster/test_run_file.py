@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from cluster.cli import app
 from cluster.run_file import RunOption
 
+ROOT = Path(__file__).parents[2]
 toy = typer.Typer()
 
 
@@ -41,6 +42,7 @@ def test_values_are_the_commands_defaults_and_its_own_options_go_first(tmp_path:
     given = ["--dish", "pie", "--guest", "Eve", "--salt", "--limit", "4"]
     assert cooked(text, tmp_path, *given) == (0, "pie 2.0 ['Eve'] True True 4")
     assert cooked("", tmp_path) == (0, "soup 1.5 ['nobody'] True False None")
+    assert cooked("guest: Ann", tmp_path) == (0, "soup 1.5 ['Ann'] True False None"), "one value is a list of one"
     assert cooked("hot_water: 3", tmp_path) == (0, "soup 3.0 ['nobody'] True False None")
 
 
@@ -51,6 +53,7 @@ def test_values_are_the_commands_defaults_and_its_own_options_go_first(tmp_path:
         ("zzz: 2", "zzz is no option of this command; see --help"),
         ("run: other.yaml", "run is no option of this command"),
         ("dish: {a: 1}", "dish is a mapping; give a value or a list"),
+        ("hot_water: [1, 2]", "hot-water is a list; give one value"),
         ("- dish", "holds no options; give one `option: value` a line"),
         ("dish: [", "is no YAML"),
     ],
@@ -68,7 +71,7 @@ def test_a_wrong_value_is_told_by_its_option(tmp_path: Path):
     assert CliRunner().invoke(toy, ["--run", str(tmp_path / "nowhere.yaml")]).exit_code == 2
 
 
-@pytest.mark.parametrize("file", sorted(Path("cluster/runs").glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "cluster/runs").glob("*.yaml")), ids=lambda file: file.name)
 def test_shipped_run_files_name_options_of_their_command(file: Path):
     """Named COMMAND-WHAT.yaml. --help ends the command after its options were read."""
     command = file.name.split("-")[0]
