@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import shutil
 import threading
 import time
@@ -40,6 +41,7 @@ from pipelines.training_log import LiveLog
 from pipelines.warm_start import as_started, check_start
 
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
+LOOK_EVERY_S = 0.5  # how often Ray Train looks after its workers
 MAX_FAILURES = 3  # workers that may die before the run gives up
 MAX_FAILED_STARTS = 10  # times that the workers may fail to start, such as for a cluster that grows too slowly
 
@@ -150,6 +152,7 @@ def _deliver(
 
 def _fit(config: TrainConfig, arguments: WorkerArguments, storage: TrainStorage, name: str) -> Checkpoint:
     """Run the workers, from where a run of this name has stopped; returns the last checkpoint. Raises TrainError."""
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(LOOK_EVERY_S))  # 2 s by itself: a run ends with it
     workers, least = config.num_workers, config.min_workers or config.num_workers
     trainer = TorchTrainer(
         train_worker,
