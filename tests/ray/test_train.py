@@ -211,6 +211,12 @@ def test_two_workers_train_as_one_does(config: TrainConfig, tmp_path: Path):
         torch.testing.assert_close(tensor, two[name], rtol=1e-2, atol=2e-3)
     assert reports[1].expected_tau == pytest.approx(reports[2].expected_tau, abs=0.1)
 
+    # elastic: of two workers of 5 CPUs each, a cluster of 8 has room for one, which takes the same steps
+    here = replace(here, output=str(tmp_path / "elastic"), min_workers=1, cpus_per_worker=5)
+    elastic = load_file(Path(train(here).output) / "model.safetensors")
+    for name, tensor in one.items():
+        assert torch.equal(tensor, elastic[name]), name
+
 
 def test_a_run_that_was_stopped_in_the_gate_goes_on_there(
     trained, config: TrainConfig, work: Path, monkeypatch: pytest.MonkeyPatch
