@@ -21,7 +21,14 @@ T = TypeVar("T")
 
 PATIENCE_S = 300.0  # how long an operation is tried again
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0  # between two tries, doubling
-TRANSIENT = {errno.EBUSY, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE}
+REMOTE_IO = getattr(errno, "EREMOTEIO", 121)  # s3fs's word for a server's internal error; not every system has it
+TRANSIENT = {
+    errno.EBUSY, errno.EIO, REMOTE_IO, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE,
+}  # fmt: skip
+
+
+class ServerAwayError(OSError):
+    """A server that was away for longer than anybody waits; one line."""
 
 
 AWAY = {  # by name: other object stores come without botocore
@@ -53,16 +60,29 @@ def is_transient(error: BaseException) -> bool:
     return bool(names & AWAY) or (isinstance(error, OSError) and error.errno in TRANSIENT)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def patiently(operation: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
-    """The operation's result; while it fails as a server does that is away, it is tried again."""
+    """The operation's result; while it fails as a server does that is away, it is tried again.
+
+    Raises what the operation raises, or ServerAwayError when patience is over.
+    """
     deadline = time.monotonic() + patience_s
     wait = FIRST_WAIT_S
     while True:
         try:
             return operation()
         except Exception as error:
-            if not is_transient(error) or time.monotonic() + wait > deadline:
+            if not is_transient(error):
                 raise
+            if time.monotonic() + wait > deadline:
+                raise ServerAwayError(
+                    f"the file server gave no answer for {patience_s:.0f} s ({first_line(error)}); "
+                    "run the same command again when it is back"
+                ) from error
         time.sleep(wait * random.uniform(0.7, 1.0))  # many workers must not come back in step
         wait = min(2 * wait, LONGEST_WAIT_S)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from drafters.atomic_files import AtomicFolder
 from drafters.checkpoint import CONFIG, PROVENANCE, WEIGHTS, CheckpointError
-from drafters.remote import patiently
+from drafters.remote import first_line, patiently
 
 FILES = (CONFIG, WEIGHTS, PROVENANCE)
 VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "size")  # that an object store may tell of a file
@@ -36,7 +36,7 @@ def local_checkpoint(address: str, *, cache_dir: Path | None = None) -> Path:
             f"no drafter at {address} ({error}); give a folder that `draftloop train` wrote"
         ) from None
     except Exception as error:  # every remote file system has its own kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise CheckpointError(f"drafter {address} cannot be read ({reason}); check address and access") from error
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from drafters.remote import first_line
 from drafters.target_source import (
     Progress,
     TargetError,
@@ -91,7 +92,7 @@ def load_target(spec: str, *, cache_dir: Path | None = None, on_progress: Progre
             config = AutoConfig.from_pretrained(path)
             tokenizer = AutoTokenizer.from_pretrained(path)
         except Exception as error:  # transformers raises a dozen kinds for files that it cannot make sense of
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise TargetError(f"target {path} cannot be loaded ({reason}); check the folder's config") from error
         if (path / "generation_config.json").exists():
             generation = GenerationConfig.from_pretrained(path)
@@ -156,6 +157,19 @@ def target_fingerprint(path: Path, target_layer_ids: Sequence[int] = ()) -> str:
         "target_layer_ids": list(target_layer_ids),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def target_on_this_node(name: str, path: str, target_layer_ids: Sequence[int], fingerprint: str) -> Path:
+    """The folder of a target that another node has at `path`; this node may have a copy of its own elsewhere.
+
+    Raises TargetError if there is none, or if it is another target than `fingerprint` says.
+    """
+    here = Path(path)
+    if not here.exists():
+        here = resolve_target(name)
+    if target_fingerprint(here, target_layer_ids) != fingerprint:
+        raise TargetError(f"target {name} differs between the driver and this node; give both the same files")
+    return here
 
 
 def _normalised(config: Any) -> Any:

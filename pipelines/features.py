@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from drafters.target import resolve_target, target_fingerprint
+from drafters.target import target_on_this_node
 
 if TYPE_CHECKING:
     from serving.engine.engine import Engine
@@ -56,16 +55,12 @@ class FeatureReader:
             yield features_TF
 
     def _ready(self) -> Engine:
-        """Raises ValueError if this node's copy of the target is another one."""
+        """Raises TargetError if this node's copy of the target is another one."""
         if self._engine is None:
             from serving.engine.build import build_engine
 
             wanted = self.target
-            path = Path(wanted.path)
-            if not path.exists():  # another node, which has a copy of its own
-                path = resolve_target(wanted.target)
-            if target_fingerprint(path, wanted.target_layer_ids) != wanted.fingerprint:
-                raise ValueError(f"target {wanted.target} differs between the driver and this node")
+            path = target_on_this_node(wanted.target, wanted.path, wanted.target_layer_ids, wanted.fingerprint)
             self._engine = build_engine(
                 path,
                 dtype=wanted.dtype,

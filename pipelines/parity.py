@@ -79,6 +79,13 @@ def parity_cases(
     return cases
 
 
+def prompt_cases(held_out: Sequence[TrainingSequence], limit: int) -> list[ParityCase]:
+    """Cases that are prompts alone: what belongs to them is not known yet."""
+    count = min(limit, len(held_out))
+    chosen = [held_out[i * len(held_out) // count] for i in range(count)]
+    return [ParityCase(prompt_ids=s.ids[: s.spans[0][0]].tolist(), response_ids=[], accepted=[]) for s in chosen]
+
+
 def room_needed(cases: Sequence[ParityCase], num_draft_tokens: int) -> int:
     """Tokens of context in which no round's drafts are cut."""
     longest = max((len(case.prompt_ids) + len(case.response_ids) for case in cases), default=1)

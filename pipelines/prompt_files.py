@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from drafters.remote import open_filesystem, patiently
+from drafters.remote import first_line, open_filesystem, patiently
 from pipelines.data import SHIPPED, shipped
 from pipelines.prompt_rows import COLUMNS, FORMS, BadRowError, in_words
 
@@ -172,11 +172,7 @@ def _unreadable(shown: str, error: Exception) -> PromptError:
         return PromptError(f"prompts {shown} do not exist; give a file, a URI, or a shipped set ({names})")
     if isinstance(error, IsADirectoryError):
         return PromptError(f"prompts {shown} is a folder; give a file, or a pattern: '{shown.rstrip('/')}/*.jsonl'")
-    return PromptError(f"prompts {shown} cannot be read ({_reason(error)}); check the path and its permissions")
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return PromptError(f"prompts {shown} cannot be read ({first_line(error)}); check the path and its permissions")
 
 
 def _json_rows(data: bytes) -> Iterator[tuple[int, Fields | BadRowError]]:
@@ -217,7 +213,7 @@ def _parquet_rows(name: str, data: bytes) -> Iterator[tuple[int, Fields | BadRow
                 yield number, fields
     except (pa.ArrowException, OSError) as error:
         raise PromptError(
-            f"prompts {name}: the Parquet data is damaged ({_reason(error)[:120]}); write the file again"
+            f"prompts {name}: the Parquet data is damaged ({first_line(error)[:120]}); write the file again"
         ) from error
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from drafters.remote import first_line
 from drafters.target import Target
 from pipelines.follow_ups import FollowUp, follow_ups
 from pipelines.prompt_files import Fields, PromptError, PromptFile, find_prompts, prompt_files, set_sha256
@@ -173,6 +174,6 @@ class _RowReader:
         except BadRowError:
             raise
         except Exception as error:  # templates raise errors of their own, such as for a system turn
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise BadRowError("refused by the chat template", f"the chat template refuses it ({reason})") from None
         return [int(i) for i in self.target.tokenizer(text, add_special_tokens=False)["input_ids"]], following

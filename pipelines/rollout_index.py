@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from drafters.remote import first_line
 from pipelines.draft_vocabulary import FOLDS, TokenCounts
 from pipelines.rollout_schema import Rollout, rollouts_of
 from pipelines.rollout_store import RolloutError, RolloutSet
@@ -191,5 +192,5 @@ def _is_usable(written_mask: np.ndarray) -> bool:
 
 
 def _unreadable(rollouts: RolloutSet, name: str, error: Exception) -> RolloutError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = first_line(error)
     return RolloutError(f"shard {rollouts.uri}/{name} cannot be read ({reason}); delete it and run generate again")

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from drafters.atomic_files import AtomicFolder
+from drafters.remote import first_line
 from drafters.target import TargetError
 from pipelines.feature_codec import bytes_per_token
 from pipelines.rollout_manifest import (
@@ -26,7 +27,6 @@ from pipelines.rollout_manifest import (
     check_version,
     open_folder,
     read_manifest,
-    reason,
 )
 from pipelines.rollout_schema import RolloutMetadata
 from pipelines.rollout_store import file_sha256
@@ -162,7 +162,7 @@ def _listing(uri: str) -> _Listing:
     except RolloutError:
         raise
     except Exception as error:
-        raise RolloutError(f"rollouts {uri} cannot be read ({reason(error)}); check path and access") from error
+        raise RolloutError(f"rollouts {uri} cannot be read ({first_line(error)}); check path and access") from error
     raise RolloutError(f"{uri} is not a rollout set (no {MANIFEST}, no {PLAN}); give the --output of generate")
 
 
@@ -227,7 +227,7 @@ def _read_shard(folder: AtomicFolder, shard: ShardRecord, options: InspectOption
         with folder.open(shard.name) as stream:
             tally = tally_shard(stream, options.sample)
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise _DamagedError(f"cannot be read ({reason(error)})") from error
+        raise _DamagedError(f"cannot be read ({first_line(error)})") from error
     if tally.rows != shard.rows:
         raise _DamagedError(f"{tally.rows} rows, not {shard.rows}")
     return tally
@@ -276,6 +276,6 @@ def _sample(rows: list[SampleRow], target: str | None, origin: dict[str, Any]) -
     try:
         tokenizer = load_tokenizer(spec, origin.get("tokenizer_hash", ""), may_fetch=target is not None)
     except TargetError as error:
-        return rows, f"no text: {reason(error)}; give --target the target that made the set"
+        return rows, f"no text: {first_line(error)}; give --target the target that made the set"
     text = tokenizer.decode
     return [replace(row, prompt=text(row.prompt_ids), response=text(row.response_ids)) for row in rows], None

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from drafters.atomic_files import AtomicFolder
+from drafters.remote import first_line
 from pipelines.rollout_schema import READABLE_VERSIONS, RolloutMetadata
 
 PLAN, MANIFEST, REJECTS, RECORDS = "plan.json", "manifest.json", "rejects.jsonl", "_work"
@@ -78,7 +79,9 @@ def open_folder(uri: str) -> AtomicFolder:
     try:
         return AtomicFolder(uri, scratch=RECORDS)
     except Exception as error:  # an unknown protocol, missing credentials
-        raise RolloutError(f"{uri} cannot be opened ({reason(error)}); give a folder or an s3:// address") from error
+        raise RolloutError(
+            f"{uri} cannot be opened ({first_line(error)}); give a folder or an s3:// address"
+        ) from error
 
 
 def check_version(folder: AtomicFolder, version: Any) -> None:
@@ -110,8 +113,3 @@ def read_manifest(folder: AtomicFolder) -> Manifest:
 def json_bytes(value: Any) -> bytes:
     """How plan, records and manifest are written: equal values give equal bytes."""
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def reason(error: Exception) -> str:
-    """An error's first line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

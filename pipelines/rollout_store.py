@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from drafters.atomic_files import AtomicFolder
+from drafters.remote import first_line
 from pipelines.feature_codec import ENGINE_DTYPE
 from pipelines.prompts import RejectedRow
 from pipelines.rollout_manifest import (
@@ -28,7 +29,6 @@ from pipelines.rollout_manifest import (
     json_bytes,
     open_folder,
     read_manifest,
-    reason,
     shard_name,
 )
 from pipelines.rollout_schema import Rollout, RolloutMetadata, rollout_table, rollouts_of
@@ -78,7 +78,7 @@ class RolloutStore:
             raise
         except Exception as error:
             raise RolloutError(
-                f"output {self.uri} cannot be written ({reason(error)}); check path and access"
+                f"output {self.uri} cannot be written ({first_line(error)}); check path and access"
             ) from error
 
     def _is_begun(self, names: list[str]) -> bool:
@@ -227,7 +227,7 @@ class RolloutSet:
                     yield from rollouts_of(batch)
         except (OSError, pa.ArrowException) as error:
             raise RolloutError(
-                f"shard {self.uri}/{shard.name} cannot be read ({reason(error)}); delete it and run generate again"
+                f"shard {self.uri}/{shard.name} cannot be read ({first_line(error)}); delete it and run generate again"
             ) from error
 
     def check_target(self, fingerprint: str) -> None:
@@ -260,7 +260,7 @@ def open_rollouts(uri: str, *, target_fingerprint: str | None = None) -> Rollout
     try:
         names = folder.names()
     except Exception as error:
-        raise RolloutError(f"rollouts {uri} cannot be read ({reason(error)}); check path and access") from error
+        raise RolloutError(f"rollouts {uri} cannot be read ({first_line(error)}); check path and access") from error
     if MANIFEST not in names:
         if PLAN in names:
             raise RolloutError(f"rollouts {uri} are not finished; run the same generate command again")

@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -134,16 +133,12 @@ class ShardGenerator:
     def engine(self) -> Engine:
         """The engine, built with the first shard: an error there is a shard's error, with its reason."""
         if self._engine is None:
-            from drafters.target import resolve_target, target_fingerprint
+            from drafters.target import target_on_this_node
             from serving.engine.build import build_engine
 
             context, config = self.context, self.context.config
             layers = context.metadata.target_layer_ids
-            path = Path(context.target)
-            if not path.exists():  # another node, which has a copy of its own
-                path = resolve_target(config.target)
-            if target_fingerprint(path, layers) != context.metadata.target_fingerprint:
-                raise ValueError(f"target {config.target} differs between the driver and this node")
+            path = target_on_this_node(config.target, context.target, layers, context.metadata.target_fingerprint)
             self._engine = build_engine(
                 path,
                 dtype=config.dtype,

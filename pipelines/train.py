@@ -26,6 +26,7 @@ from ray.train.torch import TorchTrainer
 
 from drafters.target import Target, load_target, target_fingerprint
 from pipelines.evaluate import versions
+from pipelines.finished_drafter import DRAFTER, PARITY, REPORT
 from pipelines.joint_setup import TRUNK, own_cases
 from pipelines.mask_token import mask_token
 from pipelines.online_setup import online_source, tapped_layers
@@ -34,11 +35,12 @@ from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.train_storage import TrainStorage, train_storage
-from pipelines.train_worker import DRAFTER, PARITY, REPORT, SCORE, WorkerArguments, train_worker
+from pipelines.train_worker import SCORE, train_worker
 from pipelines.training import CurvePoint
 from pipelines.training_data import check_sets, training_data
 from pipelines.training_log import LiveLog
 from pipelines.warm_start import as_started, check_start
+from pipelines.worker_arguments import WorkerArguments
 
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
 LOOK_EVERY_S = 0.5  # how often Ray Train looks after its workers

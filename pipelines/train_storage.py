@@ -17,7 +17,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from drafters.atomic_files import AtomicFolder
 from drafters.checkpoint import CONFIG, is_drafter
-from drafters.remote import RemoteFile, open_filesystem, patiently
+from drafters.remote import RemoteFile, first_line, open_filesystem, patiently
 from pipelines.joint_setup import TRUNK
 from pipelines.train_config import TrainError
 from pipelines.training_log import METRICS, PLOT, TENSORBOARD
@@ -100,12 +100,14 @@ class RemoteStorage:
         try:
             self.folder.check_bucket()
             names = set(self.folder.names())
+            begun = bool(self.folder.fs.find(self._work))
             self.folder.fs.pipe_file(probe, b"")
             self.folder.fs.rm_file(probe)
         except Exception as error:  # every remote file system has its own kinds
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise TrainError(f"output {self.uri} cannot be written ({reason}); check path and access") from error
-        refuse_foreign(self.uri, names, drafter=CONFIG in names and self._is_drafter())
+        half_uploaded = begun and CONFIG not in names  # by a run of the same command that was interrupted
+        refuse_foreign(self.uri, names, drafter=half_uploaded or (CONFIG in names and self._is_drafter()))
 
     def _is_drafter(self) -> bool:
         with tempfile.TemporaryDirectory() as name:

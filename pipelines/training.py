@@ -42,6 +42,7 @@ class Team:
     rank: int = 0
     world: int = 1
     sum: Callable[[Tensor], Tensor] = lambda tensor: tensor  # over all workers; everybody gets it
+    union: Callable[[set[str]], set[str]] = lambda values: values  # the same of sets
 
     def lanes(self, count: int) -> range:
         """The parts of a step that this worker computes."""
@@ -99,7 +100,7 @@ class Trainer:
         forward: torch.nn.Module | None = None,
         final_norm: FinalNorm | None = None,
     ):
-        """`forward` is the module wrapped for distributed training. Every worker has all of `held_out`."""
+        """`forward` is the module wrapped for distributed training. `held_out` is this worker's share."""
         self.loss = config.loss.resolved(blocks=hasattr(module.config, "block_size"))
         self.module, self.forward, self.source = module, forward or module, source
         self.held_out, self.config, self.team = held_out, config, team or Team()
@@ -259,9 +260,9 @@ class Trainer:
 
     def _expected(self) -> tuple[Acceptance, dict[str, float]]:
         """Expected acceptance on the held-out sequences, and tau of each of their categories."""
-        categories = sorted({s.category for s in self.held_out})
+        categories = sorted(self.team.union({s.category for s in self.held_out}))
         parts = {category: Acceptance() for category in categories}
-        for sequence in self.held_out[self.team.rank :: self.team.world]:
+        for sequence in self.held_out:
             parts[sequence.category].add(self._expected_of(sequence))
         whole, taus = Acceptance(), {}
         counts = torch.stack([_counts(parts[c], self.num_draft_tokens) for c in categories]) if categories else None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from drafters.remote import open_filesystem, patiently
+from drafters.remote import first_line, open_filesystem, patiently
 from drafters.target import Target, chat_template_hash
 
 Thinking = Literal["default", "on", "off"]
@@ -56,7 +56,7 @@ class ChatOptions:
             except UnicodeDecodeError:
                 raise ChatOptionsError(f"chat template {template_file} is not UTF-8; save it as UTF-8") from None
             except Exception as error:  # every remote file system has its own kinds
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                reason = first_line(error)
                 raise ChatOptionsError(
                     f"chat template {template_file} cannot be read ({reason}); give a Jinja file"
                 ) from error

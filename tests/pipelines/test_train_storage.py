@@ -76,6 +76,19 @@ def test_an_uploaded_drafter_replaces_the_older_one_file_by_file(memory, tmp_pat
     assert memory.cat("/here/drafter/model.safetensors") == b"new"
 
 
+def test_after_an_interrupted_upload_the_same_command_goes_on(memory, tmp_path: Path):
+    storage = train_storage("memory://here/drafter")
+    memory.pipe_file("/here/.drafter.training/run/state", b"state")
+    memory.pipe_file("/here/drafter/model.safetensors", b"half")
+    storage.check()
+    storage.install(finished(tmp_path / "drafter"))
+    storage.clear()
+    assert memory.cat("/here/drafter/model.safetensors") == b"new"
+    memory.rm_file("/here/drafter/config.json")
+    with pytest.raises(TrainError, match="holds other files"):  # without a run's state nobody knows whose they are
+        storage.check()
+
+
 @pytest.mark.parametrize(
     ("files", "named"),
     [({"thesis.txt": ""}, "thesis.txt"), ({"config.json": '{"architectures": ["Llama"]}'}, "config")],

@@ -26,8 +26,8 @@ from pipelines.rollout_store import RolloutError, RolloutStore, open_rollouts, s
 from pipelines.step_config import StepConfig
 from pipelines.train import TrainReport, train
 from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
-from pipelines.train_worker import WorkerArguments
 from pipelines.training import CurvePoint, Trainer
+from pipelines.worker_arguments import WorkerArguments
 from tests.toy_folder import save_toy_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
