@@ -18,6 +18,8 @@ import yaml
 
 from cluster.command import fail
 
+NOTHING = ("", "~", "null")  # what YAML has for no value
+
 
 def _take_run_file(context: typer.Context, file: Path | None) -> Path | None:
     """Make the file's values the defaults of the command's other options."""
@@ -56,14 +58,15 @@ def option_names(context: typer.Context) -> dict[str, str]:
 def read_run_file(file: Path, names: dict[str, str]) -> dict[str, Any]:
     """The file's values by parameter. Ends the command with exit code 2 and one line if it cannot be used."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        # every value as it is written: the option knows its kind, and 2:8 is no number of base 60
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
         fail(f"run file {file} cannot be read ({error.strerror}); give a YAML file of options", 2)
     except UnicodeDecodeError:
         fail(f"run file {file} is not UTF-8; save it as UTF-8", 2)
     except yaml.YAMLError as error:
         fail(f"run file {file} is no YAML ({' '.join(str(error).split())}); give one `option: value` a line", 2)
-    if values is None:
+    if values in (None, ""):
         values = {}
     if not isinstance(values, dict):
         fail(f"run file {file} holds no options; give one `option: value` a line", 2)
@@ -76,7 +79,7 @@ def read_run_file(file: Path, names: dict[str, str]) -> dict[str, Any]:
             fail(f"run file {file}: {key} is no option of this command; {mend}", 2)
         if isinstance(value, dict):
             fail(f"run file {file}: {key} is a mapping; give a value or a list", 2)
-        found[names[name]] = value
+        found[names[name]] = None if value in NOTHING else value
     return found
 
 

@@ -81,3 +81,10 @@ def test_shipped_run_files_name_options_of_their_command(file: Path):
     for option, value in yaml.safe_load(file.read_text()).items():
         taken = context.params[option.replace("-", "_")]
         assert taken == ([value] if isinstance(taken, list) and not isinstance(value, list) else value)
+
+
+def test_values_are_what_is_written(tmp_path: Path):
+    assert cooked("dish: 2:8\nlimit: null", tmp_path)[1].startswith("2:8 "), "no 128"
+    assert cooked("dish: yes", tmp_path)[1].startswith("yes ")
+    assert cooked("dish: 007", tmp_path)[1].startswith("007 ")
+    assert cooked("salt: no\npepper: yes\nlimit: ~", tmp_path)[1].endswith("False True None")
