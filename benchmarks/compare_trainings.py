@@ -88,7 +88,7 @@ def table(runs: dict[str, dict[str, Any]], steps: int) -> str:
     lines = [
         "| training | steps | expected tau | served tau | loss | L_NTP, held out | largest loss difference, "
         f"first {steps} steps "
-        "| rollouts read, MB (bytes per token) | written, MB | seconds of steps | response tokens/s |",
+        "| rollouts read, MB (bytes per token) | written, MB | seconds (waiting for data) | response tokens/s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     first = next(iter(runs.values()))["curve"]
@@ -101,7 +101,7 @@ def table(runs: dict[str, dict[str, Any]], steps: int) -> str:
             label, report["steps"], _figure(report["expected_tau"], 3), _figure(report["served_tau"], 3),
             _figure(report["loss"], 3), _figure(report["ntp_loss"], 4), difference,
             f"{run['rollout_bytes'] / 1e6:.1f} ({per_token:,.0f})", f"{run['written_bytes'] / 1e6:.1f}",
-            f"{last['seconds']:.0f}", f"{last['tokens'] / last['seconds']:,.0f}",
+            f"{last['seconds']:.0f} ({last['waited_seconds']:.0f})", f"{last['tokens'] / last['seconds']:,.0f}",
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

@@ -36,6 +36,11 @@ def least_most(text: str) -> tuple[int, int]:
     return low, high
 
 
+def given(**options: Any) -> dict[str, Any]:
+    """The options that have a value."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def amounts(pairs: list[str] | None) -> tuple[tuple[str, float], ...]:
     """`["target_node=1"]` as (("target_node", 1.0),)."""
     found = []

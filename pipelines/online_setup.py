@@ -17,8 +17,8 @@ def tapped_layers(config: TrainConfig, target: Target, rollouts: RolloutSet) -> 
     """The layers that condition the drafter: those of the rollouts' features or, of tokens alone, the wanted ones."""
     if config.online is None and config.joint is None:
         return rollouts.metadata.target_layer_ids
-    options = config.online or OnlineOptions()
-    layers = options.target_layer_ids
+    options = config.online or config.joint or OnlineOptions()
+    layers = config.online.target_layer_ids if config.online else None
     if layers is None:
         return mtp_target_layer_ids(target.num_layers, options.num_taps)
     layers = tuple(sorted(set(layers)))

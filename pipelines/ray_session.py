@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -32,7 +32,7 @@ def start_ray(num_cpus: int | None = None) -> None:
     silence_ray_data()
 
 
-def lacking_resource(need: dict[str, float]) -> tuple[str, float] | None:
+def lacking_resource(need: Mapping[str, float]) -> tuple[str, float] | None:
     """The first resource of `need` that a local cluster will never have, and how much it has; None if it has them all.
 
     Ray waits for ever for what it lacks. A cluster that was joined may still grow, so nothing is lacking there.

@@ -7,15 +7,15 @@ undisturbed run. At the end the real engine decodes held-out prompts (`parity.py
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from pipelines.mask_token import mask_token
 from pipelines.online_setup import online_source, tapped_layers
 from pipelines.parity import ParityCase, ParityResult, run_parity
 from pipelines.ray_session import lacking_resource, start_ray
-from pipelines.rollout_store import RolloutSet
+from pipelines.run_plan import run_name, run_plan, take_up
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.train_storage import TrainStorage, train_storage
 from pipelines.train_worker import SCORE, train_worker
@@ -42,9 +42,10 @@ from pipelines.training_log import LiveLog
 from pipelines.warm_start import as_started, check_start
 from pipelines.worker_arguments import WorkerArguments
 
+BOARD_DEADLINE_S = 60.0  # for an answer of the board
 FETCH_EVERY_S = 0.5  # how often the driver looks for progress
+READING_CPUS = 1.0  # that Ray Data needs beside its actors
 LOOK_EVERY_S = 0.5  # how often Ray Train looks after its workers
-MAX_FAILURES = 3  # workers that may die before the run gives up
 MAX_FAILED_STARTS = 10  # times that the workers may fail to start, such as for a cluster that grows too slowly
 
 
@@ -94,11 +95,12 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     data = training_data(config, sets, target)
     fresh_blocks = config.kind == "dflash" and config.init_from is None
     mask = mask_token(target, sets, config.dflash.mask_token_id) if fresh_blocks else None
-    storage = train_storage(config.output)
+    storage, plan = train_storage(config.output), run_plan(config, sets)
     storage.check()
+    take_up(storage.state, plan)
     start_ray()
     check_resources(config)
-    board = _Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    board = _Board.options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()  # type: ignore[attr-defined]
     arguments = WorkerArguments(
         config=config,
         target_path=str(target.path.absolute()),
@@ -113,7 +115,9 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     )
     log = LiveLog(storage.live_log) if storage.live_log else None
     with _Relay(board, [on_progress, log.add if log else None]):
-        checkpoint = _fit(config, arguments, storage, run_name(config, sets))
+        checkpoint = _fit(config, arguments, storage, run_name(plan))
+    if reason := ray.get(board.given_up.remote(), timeout=BOARD_DEADLINE_S):
+        raise TrainError(reason)
     if log:
         log.close()
     report, parity = _deliver(config, checkpoint, target, storage)
@@ -169,7 +173,7 @@ def _fit(config: TrainConfig, arguments: WorkerArguments, storage: TrainStorage,
         run_config=RunConfig(
             name=name,
             **storage.run_options,
-            failure_config=_failure_config(),
+            failure_config=_failure_config(config.max_failures),
             checkpoint_config=CheckpointConfig(
                 num_to_keep=config.keep_checkpoints, checkpoint_score_attribute=SCORE, checkpoint_score_order="max"
             ),
@@ -198,8 +202,17 @@ def check_resources(config: TrainConfig) -> None:
     """Raise TrainError if the workers can never start."""
     name = "min_workers" if config.min_workers else "num_workers"
     workers = config.min_workers or config.num_workers
-    need = {"GPU": float(workers if config.use_gpu else 0), "CPU": workers * config.cpus_per_worker}
-    need |= {name: workers * amount for name, amount in config.resources}
+    need = Counter({"GPU": float(workers if config.use_gpu else 0), "CPU": workers * config.cpus_per_worker})
+    need.update({name: workers * amount for name, amount in config.resources})
+    if (online := config.online) is not None:
+        actors = workers * online.num_actors[0]
+        need.update({"GPU": actors * online.gpus_per_actor, "CPU": actors * online.cpus_per_actor + READING_CPUS})
+        need.update({name: actors * amount for name, amount in online.resources})
+        if lacking := lacking_resource(need):
+            raise TrainError(
+                f"{name} is {workers}, each with {online.num_actors[0]} target actors: {need[lacking[0]]:g} "
+                f"{lacking[0]}s, Ray has {lacking[1]:g}; lower {name}, cpus_per_worker or the online cpus_per_actor"
+            )
     if lacking := lacking_resource(need):
         resource, have = lacking
         option, way = {
@@ -211,18 +224,12 @@ def check_resources(config: TrainConfig) -> None:
         )
 
 
-def _failure_config() -> FailureConfig:
+def _failure_config(max_failures: int) -> FailureConfig:
     """How often what may fail; older versions of Ray know no limit for failed starts."""
-    options: dict[str, Any] = {"max_failures": MAX_FAILURES}
+    options: dict[str, Any] = {"max_failures": max_failures}
     if "controller_failure_limit" in inspect.signature(FailureConfig).parameters:
         options["controller_failure_limit"] = MAX_FAILED_STARTS
     return FailureConfig(**options)
-
-
-def run_name(config: TrainConfig, sets: list[RolloutSet]) -> str:
-    """Names a run by all that decides its weights, so that only the same run is continued."""
-    facts = asdict(config) | {"output": None, "rollouts": [rollouts.manifest_sha256 for rollouts in sets]}
-    return "train-" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _cause(error: BaseException) -> str:
@@ -243,6 +250,14 @@ class _Board:
 
     def __init__(self) -> None:
         self.points: list[CurvePoint] = []
+        self.reason: str | None = None
+
+    def give_up(self, reason: str) -> None:
+        """By a worker that knows that another start would not help."""
+        self.reason = reason
+
+    def given_up(self) -> str | None:
+        return self.reason
 
     def put(self, point: CurvePoint) -> None:
         self.points.append(point)

@@ -49,6 +49,7 @@ class JointOptions:
 
     beta: float = 0.3  # weight of the heads' loss
     trunk_learning_rate: float = 2e-5  # peak, of the trunk's own weights
+    num_taps: int = 3  # layers that condition the heads, spread up to the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,7 @@ class TrainConfig:
     use_gpu: bool = False  # one GPU per worker
     resources: tuple[tuple[str, float], ...] = ()  # custom ones that a worker's node must have: (name, amount)
     save_every_steps: int = 100  # a worker that dies loses at most so many steps
+    max_failures: int = 3  # workers that may die before the run gives up
     keep_checkpoints: int = 2  # saved states of an unfinished run: the latest and those of best expected tau
 
     def __post_init__(self) -> None:
@@ -139,6 +141,7 @@ class TrainConfig:
             ("num_workers", self.num_workers, self.num_workers >= 1, "at least 1"),
             ("cpus_per_worker", self.cpus_per_worker, self.cpus_per_worker > 0, "more than 0"),
             ("keep_checkpoints", self.keep_checkpoints, self.keep_checkpoints >= 1, "at least 1"),
+            ("max_failures", self.max_failures, self.max_failures >= 0, "0 or more"),
             ("min_workers", least, least is None or 1 <= least <= self.num_workers, "1 to num_workers"),
             ("rollout_weights", weights, len(weights) in (0, len(self.rollouts)), "one for each of the rollouts"),
             ("rollout_weights", weights, all(0 < w < math.inf for w in weights), "numbers above 0"),
@@ -152,6 +155,7 @@ class TrainConfig:
         rate = joint.trunk_learning_rate
         return (
             ("beta", joint.beta, 0 <= joint.beta < math.inf, "0 or more"),
+            ("num_taps", joint.num_taps, joint.num_taps >= 1, "at least 1"),
             ("trunk_learning_rate", rate, 0 < rate < math.inf, "more than 0"),
             ("kind", self.kind, self.kind != "dflash", "recursive or independent: the joint regime trains MTP heads"),
             ("online", self.online, self.online is None, "no --online: a trunk puts out its features itself"),

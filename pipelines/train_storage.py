@@ -44,6 +44,10 @@ class LocalStorage:
         return {"storage_path": str(self.work)}
 
     @property
+    def state(self) -> AtomicFolder:
+        return AtomicFolder(str(self.work), scratch=".")
+
+    @property
     def live_log(self) -> Path | None:
         """Where metrics are written while the run goes on."""
         return self.work / "live"
@@ -88,6 +92,7 @@ class RemoteStorage:
         if not parent:
             raise TrainError(f"output {uri} is a whole bucket; give a folder in it, such as {self.uri}/drafter")
         self._work = f"{parent}/.{name}.training"
+        self.state = AtomicFolder(f"{self.uri.rpartition('/')[0]}/.{name}.training")
         self.live_log: Path | None = None  # an object store knows no appending
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from ray import train as ray_train
 from ray.train import Checkpoint
@@ -29,7 +30,7 @@ from pipelines.pack_source import Fetch, PackSource
 from pipelines.rollout_store import RolloutSet
 from pipelines.step_order import Chunk, StepOrder, every_nth_row
 from pipelines.train_config import TrainError
-from pipelines.training import CurvePoint, Team, Trainer
+from pipelines.training import CurvePoint, Team, Trainer, TrainingFailedError
 from pipelines.training_data import fetch_from, first_sequences, open_sets
 from pipelines.training_sequence import TrainingSequence
 from pipelines.training_story import TrainingStory
@@ -41,6 +42,7 @@ SCORE = "expected_tau"  # of saved states
 UNKNOWN_SCORE = 0.0  # where it was not measured; any tau is at least 1
 FIRST_SHOWN = 50  # steps that are all shown: a drafter learns fastest there
 SHOW_EVERY = 5  # steps between points after that
+BOARD_DEADLINE_S = 60.0  # for an answer of the board
 TAP_SEQUENCES = 64  # training sequences that the scale of the taps is read off
 
 
@@ -56,11 +58,20 @@ def train_worker(packed: dict[str, WorkerArguments]) -> None:
     sets = open_sets(arguments.rollouts, tokens_only=config.tokens_only)
     trainer = _trainer(arguments, sets, rank, world)
     story = _restore(trainer)
+    try:
+        _train(trainer, story, arguments, sets)
+    except TrainingFailedError as error:  # on all workers alike; the run would fail there again
+        if rank == 0:
+            ray.get(arguments.board.give_up.remote(str(error)), timeout=BOARD_DEADLINE_S)
+
+
+def _train(trainer: Trainer, story: TrainingStory, arguments: WorkerArguments, sets: list[RolloutSet]) -> None:
+    config = arguments.config
     for point in trainer.run():
         last = point.step == point.total_steps
         if last or point.evaluated or point.step <= FIRST_SHOWN or point.step % SHOW_EVERY == 0:
             story.add(point, trainer.module)
-            if rank == 0:
+            if trainer.team.rank == 0:
                 arguments.board.put.remote(point)
         if last or point.evaluated or point.step % config.save_every_steps == 0:
             _save(trainer, story, arguments, sets, point)

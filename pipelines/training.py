@@ -55,7 +55,7 @@ class CurvePoint:
 
     step: int
     total_steps: int
-    seconds: float  # of optimiser steps, over all starts of the run; without measuring expected tau
+    seconds: float  # of steps, over all starts of the run, waiting for data included; without measuring expected tau
     loss: float | None  # of this step, before it; None: skipped
     accuracy_by_position: list[float]  # K, share of the step's labels that are the module's argmax
     expected_tau: float | None = None  # on the held-out sequences, where measured
@@ -66,6 +66,7 @@ class CurvePoint:
     skipped_sequences: int = 0  # so far, whose features were not finite
     learning_rate: float = 0.0  # of this step
     gradient_norm: float | None = None  # of this step, before clipping; None: not finite
+    waited_seconds: float = 0.0  # of `seconds`, those without data to compute on
     ntp_loss: float | None = None  # joint regime: the trunk's next-token loss in this step
 
     @property
@@ -127,10 +128,19 @@ class Trainer:
         # over all starts: optimiser steps taken, response tokens and sequences seen, seconds
         self.done = self.tokens = self.sequences = 0
         self.skipped_steps = self.skipped_in_a_row = self.skipped_sequences = 0
-        self.seconds = 0.0
+        self.seconds = self.waited_seconds = 0.0
         self._gradient_norm: float | None = None
 
-    COUNTERS = ("done", "tokens", "sequences", "skipped_steps", "skipped_in_a_row", "skipped_sequences", "seconds")
+    COUNTERS = (
+        "done",
+        "tokens",
+        "sequences",
+        "skipped_steps",
+        "skipped_in_a_row",
+        "skipped_sequences",
+        "seconds",
+        "waited_seconds",
+    )
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on after `done` steps: order, anchors and learning rate follow from seed and step."""
@@ -149,10 +159,11 @@ class Trainer:
         every = max(1, math.ceil(self.total_steps / max(1, self.config.evaluations)))
         self.module.train()
         first = self.done + 1
+        asked = time.perf_counter()
         for step, packs in enumerate(self.source.steps(self.lanes, first, self.total_steps), start=first):
-            started = time.perf_counter()
+            self.waited_seconds += time.perf_counter() - asked
             facts = self._step(step, packs)
-            self.done, self.seconds = step, self.seconds + time.perf_counter() - started
+            self.done, self.seconds = step, self.seconds + time.perf_counter() - asked
             measured = by_category = None
             if step % every == 0 or step == self.total_steps:
                 measured, by_category = self._expected()
@@ -160,6 +171,7 @@ class Trainer:
                 step=step,
                 total_steps=self.total_steps,
                 seconds=self.seconds,
+                waited_seconds=self.waited_seconds,
                 loss=facts.loss if facts else None,
                 accuracy_by_position=(facts.correct_K / facts.known_K.clamp(min=1)).tolist() if facts else [],
                 expected_tau=measured.tau if measured else None,
@@ -172,6 +184,7 @@ class Trainer:
                 gradient_norm=self._gradient_norm,
                 **(facts.extra if facts else {}),
             )
+            asked = time.perf_counter()
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

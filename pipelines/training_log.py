@@ -57,6 +57,7 @@ def scalars_of(point: CurvePoint) -> dict[str, float]:
         "train/gradient_norm": point.gradient_norm,
         "train/tokens": point.tokens,
         "train/tokens_per_s": point.tokens / point.seconds if point.seconds else None,
+        "train/waited_seconds": point.waited_seconds,
         "train/skipped_steps": point.skipped_steps,
         "train/skipped_sequences": point.skipped_sequences,
         "held_out/expected_tau": point.expected_tau,

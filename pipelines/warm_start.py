@@ -16,13 +16,34 @@ from drafters.mtp import MtpConfig
 from drafters.remote_checkpoint import local_checkpoint
 from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
 
+SHAPE = ("kind", "num_draft_tokens", "draft_vocab_size", "draft_vocab_coverage", "dflash", "independent")
+
 
 def as_started(config: TrainConfig) -> TrainConfig:
-    """The options with kind and shape of the drafter that the run goes on from. Raises CheckpointError."""
+    """The options with kind and shape of the drafter that the run goes on from.
+
+    Raises CheckpointError, or TrainError if the options ask for another shape.
+    """
     if config.init_from is None:
         return config
     path = local_checkpoint(config.init_from)
     made = read_config(path)
+    started = _as_made(config, made, path)
+    for name in SHAPE:
+        value = getattr(config, name)
+        if value not in (getattr(started, name), TrainConfig.__dataclass_fields__[name].default, _empty(name)):
+            raise TrainError(
+                f"{name} is {value}, but init_from {config.init_from} has {getattr(started, name)}; leave {name} out"
+            )
+    return started
+
+
+def _empty(name: str) -> object:
+    return {"dflash": DFlashOptions(), "independent": IndependentOptions()}.get(name)
+
+
+def _as_made(config: TrainConfig, made: MtpConfig | DFlashConfig, path: Path) -> TrainConfig:
+    assert config.init_from is not None
     config = replace(
         config,
         init_from=config.init_from if "://" in config.init_from else str(path),  # workers may run on other nodes

@@ -124,6 +124,23 @@ def test_train_refuses_options_of_another_kind_by_name(arguments, message, tmp_p
     assert message in one_line(run("train", "--rollouts", str(tmp_path), *arguments))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--beta", "0.1"], "beta belongs to --regime joint"),
+        (["--trunk-learning-rate", "1e-5"], "trunk_learning_rate belongs to --regime joint"),
+        (["--dtype", "bfloat16"], "dtype belongs to --online"),
+        (["--num-actors", "2"], "num_actors belongs to --online"),
+        (["--actor-resource", "target_node=1"], "resources belongs to --online"),
+        (["--taps", "5"], "taps belongs to --online or --regime joint"),
+    ],
+)
+def test_train_refuses_options_without_what_they_belong_to(arguments, message, tmp_path):
+    result = run("train", "--rollouts", str(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--kind", "tree"], ["--loss", "l1"], ["--loss-weights", "flat"]])
 def test_train_knows_no_other_kinds_and_losses(arguments):
     assert run("train", *arguments).exit_code == 2

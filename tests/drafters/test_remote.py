@@ -11,9 +11,11 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from botocore.exceptions import ClientError
+from s3fs.errors import translate_boto_error
 
 from drafters import remote
-from drafters.remote import RemoteFile, is_transient, patiently, storage_options
+from drafters.remote import RemoteFile, ServerAwayError, is_transient, patiently, storage_options
 
 
 @pytest.fixture
@@ -29,7 +31,10 @@ AWAY = [
     ConnectionRefusedError(),
     TimeoutError(),
     OSError(errno.EBUSY, "slow down"),
-    OSError(errno.EIO, "internal error"),
+    OSError(errno.EIO, "cut off"),
+    translate_boto_error(ClientError({"Error": {"Code": "InternalError"}}, "PutObject")),
+    translate_boto_error(ClientError({"Error": {"Code": "500"}}, "PutObject")),
+    translate_boto_error(ClientError({"Error": {"Code": "SlowDown"}}, "PutObject")),
     botocore.exceptions.EndpointConnectionError(endpoint_url="http://127.0.0.1:1"),
     botocore.exceptions.ReadTimeoutError(endpoint_url="http://127.0.0.1:1"),
 ]
@@ -72,8 +77,9 @@ def test_patience_ends(clock):
     def operation():
         raise ConnectionRefusedError
 
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(ServerAwayError, match=r"no answer for 60 s \(ConnectionRefusedError\); run the same") as caught:
         patiently(operation, patience_s=60)
+    assert not is_transient(caught.value), "whoever waits around it must not begin anew"
     assert 45 < sum(clock) <= 60
     assert max(clock) <= remote.LONGEST_WAIT_S
 

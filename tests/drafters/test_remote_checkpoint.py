@@ -10,6 +10,7 @@ import pytest
 
 from drafters.checkpoint import CheckpointError
 from drafters.remote_checkpoint import FILES, local_checkpoint
+from drafters.target import TargetError, resolve_target, target_fingerprint
 
 URI = "memory://bucket/drafter"
 
@@ -74,3 +75,17 @@ def test_what_is_missing_or_unknown_is_one_line(memory, tmp_path: Path):
         with pytest.raises(CheckpointError, match=message) as caught:
             local_checkpoint(address, cache_dir=tmp_path)
         assert "\n" not in str(caught.value)
+
+
+def test_a_target_is_fetched_too(memory, toy_target_dir: Path, tmp_path: Path):
+    for file in toy_target_dir.iterdir():
+        memory.put_file(str(file), f"/bucket/models/toy/{file.name}")
+    path = resolve_target("memory://bucket/models/toy", cache_dir=tmp_path)
+    assert target_fingerprint(path) == target_fingerprint(toy_target_dir)
+    assert resolve_target("memory://bucket/models/toy/", cache_dir=tmp_path) == path
+    for address, message in (
+        ("memory://bucket/models/none", "there is no target at memory://bucket/models/none; give a model folder"),
+        ("nowhere://toy", "target nowhere://toy cannot be read"),
+    ):
+        with pytest.raises(TargetError, match=message):
+            resolve_target(address, cache_dir=tmp_path)

@@ -129,8 +129,11 @@ def test_train_s_driver_and_worker_killed_at_random_steps(work: Path, undisturbe
     before = set(train_workers())
     step = moments.randrange(step + 5, last - 5)
     command.until(lambda: steps_shown(output) >= step)
-    for worker in set(train_workers()) - before:
+    workers = set(train_workers()) - before
+    assert workers, "nothing to kill"
+    for worker in workers:
         os.kill(worker, signal.SIGKILL)
+    command.until(lambda: bool(set(train_workers()) - before - workers))  # it is replaced, by the same command
     command.end()
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert not (output.parent / ".drafter.training").exists()

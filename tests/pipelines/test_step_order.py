@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.pack_source import PackSource, memory_source
-from pipelines.step_order import Chunk, OrderConfig, StepOrder, chunk_rows, chunk_size, deal
+from pipelines.step_order import Chunk, OrderConfig, StepOrder, chunk_rows, chunk_size, deal, every_nth_row
 from pipelines.training_sequence import TrainingSequence, spans_of
 
 
@@ -101,6 +101,26 @@ def test_a_weight_is_the_mean_number_of_visits_per_epoch(weight, visits):
     seen = Counter(c for window in itertools.islice(lane.windows(), 1000) for c in window)
     assert {seen[c] for c in range(10)} == {1000}
     assert seen[10] == pytest.approx(visits, abs=70)  # 4 standard deviations of a coin
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_workers_share_rows_out(world):
+    chunks = [Chunk(n, tuple(range(n, 3 * n + 1)), tuple(range(2 * n + 1))) for n in range(1, 5)]
+    shares = [every_nth_row(chunks, world, rank) for rank in range(world)]
+    found = [
+        (c.shard, row, length) for share in shares for c in share for row, length in zip(c.rows, c.lengths, strict=True)
+    ]
+    assert sorted(found) == [(c.shard, r, n) for c in chunks for r, n in zip(c.rows, c.lengths, strict=True)]
+    sizes = [sum(len(c.rows) for c in share) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_no_lane_leaves_rows_behind():
+    chunks = chunks_of([10] * 39 + [3], size=1)
+    order = StepOrder(chunks, config(lanes=4, pack_tokens=10))
+    packs = order.steps_of(1)
+    taken = {row for lane in order.lanes for pack in itertools.islice(lane.packs(), packs) for row in pack.rows}
+    assert len(taken) == 40
 
 
 def test_steps_of_some_epochs():

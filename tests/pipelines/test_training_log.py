@@ -41,6 +41,7 @@ def test_a_point_as_scalars():
         "train/gradient_norm": 0.5,
         "train/tokens": 1500,
         "train/tokens_per_s": 50,
+        "train/waited_seconds": 0,
         "train/skipped_steps": 1,
         "train/skipped_sequences": 0,
         "held_out/expected_tau": 1.5,
@@ -54,7 +55,8 @@ def test_a_point_as_scalars():
     assert "held_out/expected_tau" not in scalars_of(POINTS[0])
     skipped = scalars_of(replace(POINTS[0], loss=None, accuracy_by_position=[], gradient_norm=None))
     assert set(skipped) == {
-        f"train/{n}" for n in ("learning_rate", "tokens", "tokens_per_s", "skipped_steps", "skipped_sequences")
+        f"train/{n}"
+        for n in ("learning_rate", "tokens", "tokens_per_s", "waited_seconds", "skipped_steps", "skipped_sequences")
     }
 
 

@@ -52,6 +52,18 @@ def test_kind_and_shape_are_the_drafters(kind, toy_target_dir: Path, tmp_path: P
     assert as_started(CONFIG) == CONFIG
 
 
+def test_another_shape_than_the_drafter_s_is_refused(toy_target_dir: Path, tmp_path: Path):
+    config, _ = saved("dflash", toy_target_dir, tmp_path / "d")
+    as_started(replace(config, kind="dflash", dflash=as_started(config).dflash))  # the same, said twice
+    for change, name in (
+        ({"kind": "independent"}, "kind is independent, but init_from .* has dflash; leave kind out"),
+        ({"draft_vocab_size": 9}, f"draft_vocab_size is 9, but init_from .* has {len(FEW_TOKENS)}"),
+        ({"kind": "dflash", "dflash": DFlashOptions(block_size=3)}, "dflash is .*block_size=3"),
+    ):
+        with pytest.raises(TrainError, match=name):
+            as_started(replace(config, **change))
+
+
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_weights_and_vocabulary_are_the_drafters(kind, toy_target_dir: Path, tmp_path: Path):
     config, module = saved(kind, toy_target_dir, tmp_path / "d")

@@ -25,7 +25,7 @@ from pipelines.generate_config import GenerateConfig
 from pipelines.rollout_store import RolloutError, RolloutStore, open_rollouts, shard_name
 from pipelines.step_config import StepConfig
 from pipelines.train import TrainReport, train
-from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
+from pipelines.train_config import DFlashOptions, IndependentOptions, JointOptions, TrainConfig, TrainError
 from pipelines.training import CurvePoint, Trainer
 from pipelines.worker_arguments import WorkerArguments
 from tests.toy_folder import save_toy_target
@@ -177,9 +177,12 @@ def test_a_killed_worker_and_a_failed_run_cost_nothing(
 ):
     here = replace(config, output=str(work / "again" / "drafter"))
     with monkeypatch.context() as patch:
-        patch.setattr(train_stage, "train_worker", disturbed)
-        patch.setattr(train_stage, "MAX_FAILURES", 1)  # the kill; the next failure ends the run
-        refused(here, TrainError, r"training failed \(.*the disk is on fire\); mend that and run the same command")
+        patch.setattr(train_stage, "train_worker", disturbed)  # the kill is one failure; the next one ends the run
+        refused(
+            replace(here, max_failures=1),
+            TrainError,
+            r"training failed \(.*the disk is on fire\); mend that and run the same command",
+        )
     assert (work / "again" / "step-7").exists()
     assert (work / "again" / "step-11").exists(), "the killed worker's run did not continue by itself"
     assert not Path(here.output).exists()
@@ -216,6 +219,19 @@ def test_two_workers_train_as_one_does(config: TrainConfig, tmp_path: Path):
     elastic = load_file(Path(train(here).output) / "model.safetensors")
     for name, tensor in one.items():
         assert torch.equal(tensor, elastic[name]), name
+
+
+def test_the_joint_regime_delivers_a_trunk_and_its_drafter(config: TrainConfig, work: Path, tmp_path: Path):
+    here = replace(config, output=str(tmp_path / "drafter"), joint=JointOptions(beta=0.3, num_taps=2))
+    report = train(here)
+    trunk = tmp_path / "drafter" / "trunk"
+    assert report.ntp_loss is not None
+    assert (report.parity_passed, report.served_tau) != (False, None), report.parity_verdict
+    drafter = load_module(tmp_path / "drafter", trunk)  # refuses another target
+    assert drafter.config.target_layer_ids == (0, 1)
+    assert target_fingerprint(trunk, (0, 1)) != target_fingerprint(Path(config.target), (0, 1))
+    prompts = str(work / "prompts.jsonl")
+    assert evaluate(EvaluateConfig(target=str(trunk), drafter=report.output, prompts=prompts, limit=4)).equal == 4
 
 
 def test_a_run_that_was_stopped_in_the_gate_goes_on_there(
