@@ -15,7 +15,9 @@ from pipelines.cores import usable_cores
 
 
 def start_ray(num_cpus: int | None = None) -> None:
-    """Connect to the cluster of RAY_ADDRESS (a job has it set), else start one on this machine; once per process.
+    """Connect to the cluster of RAY_ADDRESS (a job has it set) or one that `ray start` left here, else start one.
+
+    Once per process.
 
     `num_cpus` are logical CPUs of a local cluster (None: the machine's, at least 4): an actor pool that takes every CPU
     would leave none for reading, so a machine of two cores still offers four.
@@ -28,7 +30,13 @@ def start_ray(num_cpus: int | None = None) -> None:
     if not os.environ.get("RAY_ADDRESS"):
         options |= {"num_cpus": num_cpus or max(4, usable_cores()), "include_dashboard": False}
     with _silent_stderr():
-        ray.init(**options)
+        try:
+            ray.init(**options)
+        except ValueError as error:
+            if "existing cluster" not in str(error):
+                raise
+            os.environ["RAY_ADDRESS"] = "auto"  # for whoever asks whether this cluster was joined
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
     silence_ray_data()
 
 

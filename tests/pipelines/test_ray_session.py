@@ -1,0 +1,60 @@
+"""Which cluster a command joins, and what it may count on there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from pipelines import ray_session
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `ray.init` was called with; nothing is started."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: seen.append(options))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(ray_session, "silence_ray_data", lambda: None)
+    return seen
+
+
+def test_alone_it_starts_a_cluster_that_never_grows(calls):
+    ray_session.start_ray(num_cpus=4)
+    assert calls[0]["num_cpus"] == 4
+    assert ray_session.lacking_resource({"CPU": 4, "GPU": 1}) == ("GPU", 0)
+    assert ray_session.lacking_resource({"CPU": 4}) is None
+
+
+def test_a_cluster_that_was_named_is_joined_as_it_is(calls, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    ray_session.start_ray(num_cpus=4)
+    assert "num_cpus" not in calls[0]
+    assert ray_session.lacking_resource({"GPU": 1}) is None, "it may grow"
+
+
+def test_a_cluster_that_runs_here_is_joined_too(calls, monkeypatch: pytest.MonkeyPatch):
+    """As Ray 2.60 says it when `ray start` was run on this machine."""
+
+    def init(**options: Any) -> None:
+        if "num_cpus" in options:
+            raise ValueError("When connecting to an existing cluster, num_cpus and num_gpus must not be provided.")
+        calls.append(options)
+
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    monkeypatch.setattr(ray, "init", init)
+    ray_session.start_ray(num_cpus=4)
+    assert len(calls) == 1
+    assert ray_session.lacking_resource({"GPU": 1}) is None
+
+
+def test_other_errors_are_not_taken_for_that(calls, monkeypatch: pytest.MonkeyPatch):
+    def init(**options: Any) -> None:
+        raise ValueError("no such address")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ValueError, match="no such address"):
+        ray_session.start_ray()
