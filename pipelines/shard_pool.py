@@ -165,20 +165,23 @@ def _dataset(context: ShardContext, items: list[dict[str, str]], board: Any) -> 
     import ray.data
 
     config = context.config
-    dataset = ray.data.from_items(list(items), override_num_blocks=len(items))
-    return dataset.map_batches(
+    least, most = config.num_actors
+    dataset = ray.data.from_items(list(items), override_num_blocks=len(items)).map_batches(
         ShardGenerator,
         fn_constructor_args=(context, board),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(
-            min_size=config.num_actors[0],
-            max_size=config.num_actors[1],
+            min_size=least,
+            max_size=max(least, min(most, len(items))),  # an actor more than there are shards would find no work
             max_tasks_in_flight_per_actor=1,  # a queue before one actor would leave another idle at the end
         ),
         num_cpus=config.cpus,
         num_gpus=config.gpus_per_actor or None,
         resources=dict(config.resources) or None,
     )
+    # Ray would grow the pool only for tasks queued before its actors, which there are none of here.
+    dataset.context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0
+    return dataset
 
 
 def _stream(dataset: Any, arrived: queue.Queue[Any]) -> None:

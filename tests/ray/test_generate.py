@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -131,6 +132,28 @@ def test_killed_actor_costs_nothing(
     report = generate(replace(config, output=str(tmp_path / "rollouts")))
     assert (tmp_path / "killed").exists()
     assert report.shards_made == SHARDS
+    assert files(tmp_path / "rollouts") == files(undisturbed)
+
+
+class WaitsForAnother(ShardGenerator):
+    """Notes its process, and holds the first shard until another actor has noted its own, or for 40 s."""
+
+    def _generate(self, name, rows):
+        seen = Path(self.context.output).parent / "pids"
+        seen.mkdir(exist_ok=True)
+        (seen / str(os.getpid())).touch()
+        deadline = time.monotonic() + 40
+        while name == shard_name(0, SHARDS) and len(list(seen.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return super()._generate(name, rows)
+
+
+def test_the_pool_grows_while_shards_wait(
+    undisturbed: Path, config: GenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shard_pool, "ShardGenerator", WaitsForAnother)
+    generate(replace(config, output=str(tmp_path / "rollouts"), num_actors=(1, 2)))
+    assert len(list((tmp_path / "pids").iterdir())) == 2
     assert files(tmp_path / "rollouts") == files(undisturbed)
 
 
