@@ -18,11 +18,12 @@ import ray
 from pipelines.cores import usable_cores
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.ray_session import lacking_resource, start_ray
-from pipelines.rollout_store import ShardRecord
+from pipelines.rollout_store import RolloutStore, ShardRecord
 from pipelines.shard_generator import ProgressBoard, ShardContext, ShardGenerator
 
 MAX_ATTEMPTS = 2  # of a shard that fails
 POLL_S = 1.0  # how often the driver looks at the progress board
+VISIBLE_S = 60.0  # a file on a network file system may be seen so much later on another node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,7 @@ def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: 
     start_ray(num_cpus=max(4, usable_cores(), int(config.num_actors[1] * config.cpus) + 1))
     check_resources(config)
     board = ProgressBoard.remote()  # type: ignore[attr-defined]
+    store = RolloutStore(context.output)
     records: dict[str, ShardRecord] = {}
     errors: dict[str, str] = {}
     for _ in range(MAX_ATTEMPTS):
@@ -102,6 +104,7 @@ def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: 
                 errors[name] = result["error"]
             else:
                 records[name] = ShardRecord(**result["record"])
+                check_visible(store, records[name])
                 errors.pop(name, None)
     if errors:
         name, reason = next(iter(errors.items()))
@@ -124,6 +127,20 @@ def check_resources(config: GenerateConfig) -> None:
             f"{actors} actors with {option} {each[name]:g} need {need[name]:g} {name}s, "
             f"Ray has {have:g}; lower num_actors or {option}"
         )
+
+
+def check_visible(store: RolloutStore, record: ShardRecord) -> None:
+    """Raise GenerateError if the driver does not find what an actor wrote: their nodes have a disk each."""
+    if store.folder.local is None:
+        return  # an object store is one and the same for all nodes
+    deadline = time.monotonic() + VISIBLE_S
+    while store.folder.size(record.name) != record.bytes:
+        if time.monotonic() > deadline:
+            raise GenerateError(
+                f"shard {record.name} is not in {store.uri}: it was written on another node; "
+                "give a shared folder or an s3:// address as output"
+            )
+        time.sleep(POLL_S)
 
 
 def _results(context: ShardContext, items: list[dict[str, str]], board: Any, meter: Meter) -> Iterator[dict[str, Any]]:

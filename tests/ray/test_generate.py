@@ -183,6 +183,31 @@ def test_failed_shard_takes_no_other_with_it(
     assert files(tmp_path / "rollouts") == files(undisturbed)
 
 
+class WritesElsewhere(ShardGenerator):
+    """Its second shard does not reach the driver's disk."""
+
+    def _generate(self, name, rows):
+        record = super()._generate(name, rows)
+        if name == shard_name(1, SHARDS):
+            (Path(self.context.output) / name).unlink()
+        return record
+
+
+def test_shards_on_another_node_s_disk_are_told(
+    undisturbed: Path, config: GenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = replace(config, output=str(tmp_path / "rollouts"))
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_pool, "ShardGenerator", WritesElsewhere)
+        patch.setattr(shard_pool, "VISIBLE_S", 1.0)
+        with pytest.raises(GenerateError, match=r"part-00001.*on another node; give a shared folder or an s3://"):
+            generate(here)
+    with pytest.raises(RolloutError, match="not finished"):
+        open_rollouts(here.output)
+    generate(here)
+    assert files(tmp_path / "rollouts") == files(undisturbed)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
