@@ -5,6 +5,7 @@ Ray Data gives each actor of a pool one shard at a time. Shards that fail are tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -42,17 +43,33 @@ OnProgress = Callable[[GenerateProgress], None]
 
 
 class Meter:
-    """Turns the board's totals into progress; speed counts from the first report on, so without the engines' start."""
+    """Turns finished shards and what the board says of others into progress.
+
+    Speed counts from the first report on, so without the engines' start.
+    """
 
     def __init__(self, say: OnProgress, rows_total: int, rows_before: int):
         self.say, self.rows_total, self.rows_before = say, rows_total, rows_before
-        self.moved = time.monotonic()  # when something changed last
+        self.finished: dict[str, tuple[int, int]] = {}  # by shard: rows, response tokens
+        self.at_work: dict[str, tuple[int, int]] = {}  # the same, as the board said last
+        self.heard = time.monotonic()  # when an actor gave a sign of life last
+        self.moved = self.heard  # when the figures changed last
         self.last = (0, 0)  # rows and response tokens of this run
         self.first: tuple[float, int, int] | None = None  # time, rows, tokens of the first report
 
-    def show(self, rows: int, tokens: int) -> None:
+    def take(self, result: dict[str, Any]) -> None:
+        """Count what arrived, be it an error: the board may be lost while the work goes on."""
+        self.heard = time.monotonic()
+        if record := result.get("record"):
+            rows = record["rows"] + len(record["rejected"])
+            self.finished[result["name"]] = (rows, record["response_tokens"])
+
+    def show(self) -> None:
+        shards = (self.at_work | self.finished).values()
+        rows, tokens = sum(rows for rows, _ in shards), sum(tokens for _, tokens in shards)
         if (rows, tokens) != self.last:
-            self.moved, self.last = time.monotonic(), (rows, tokens)
+            self.heard = self.moved = time.monotonic()
+            self.last = (rows, tokens)
             self.first = self.first or (self.moved, rows, tokens)
         self.say(
             GenerateProgress(
@@ -79,7 +96,7 @@ class Meter:
 
     @property
     def idle_s(self) -> float:
-        return time.monotonic() - self.moved
+        return time.monotonic() - self.heard
 
 
 def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: Meter) -> list[ShardRecord]:
@@ -152,29 +169,31 @@ def _results(context: ShardContext, items: list[dict[str, str]], board: Any, met
         try:
             result = arrived.get(timeout=POLL_S)
         except queue.Empty:
-            meter.show(*_totals(board, meter))
+            _look(board, meter)
             if meter.idle_s > context.config.stall_timeout_s:
                 raise GenerateError(
                     f"no actor reported progress for {meter.idle_s:.0f} s; see the Ray logs, or raise stall_timeout_s"
                 ) from None
             continue
         if result is None:
-            meter.show(*_totals(board, meter))
+            _look(board, meter)
             return
         if isinstance(result, Exception):
             reason = (str(result).strip().splitlines() or [""])[-1]
             raise GenerateError(
                 f"Ray could not run the shards ({reason}); finished shards are kept, run again"
             ) from result
+        meter.take(result)
         yield result
-        meter.show(*_totals(board, meter))
+        board.forget.remote(result["name"])
+        _look(board, meter)
 
 
-def _totals(board: Any, meter: Meter) -> tuple[int, int]:
-    try:
-        return ray.get(board.totals.remote(), timeout=10)
-    except ray.exceptions.RayError:
-        return meter.last  # the board is lost or slow; the work is not
+def _look(board: Any, meter: Meter) -> None:
+    """Show where the run stands."""
+    with contextlib.suppress(ray.exceptions.RayError):  # the board is lost or slow; the work is not
+        meter.at_work = ray.get(board.at_work.remote(), timeout=10)
+    meter.show()
 
 
 def _dataset(context: ShardContext, items: list[dict[str, str]], board: Any) -> Any:

@@ -1,5 +1,6 @@
 """Generate on a local Ray cluster: right rollouts, and the same bytes whatever was killed on the way."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -132,6 +134,37 @@ def test_killed_actor_costs_nothing(
     report = generate(replace(config, output=str(tmp_path / "rollouts")))
     assert (tmp_path / "killed").exists()
     assert report.shards_made == SHARDS
+    assert files(tmp_path / "rollouts") == files(undisturbed)
+
+
+class KillsTheBoard(ShardGenerator):
+    """Its third shard begins with the board's death, and ends when the board answers again."""
+
+    def _generate(self, name, rows):
+        if name == shard_name(2, SHARDS):
+            ray.get(self.board.note.remote("gone", 9, 9), timeout=30)
+            ray.kill(self.board, no_restart=False)
+            deadline = time.monotonic() + 60
+            while self._notes().get("gone", ()) or not self._notes():
+                assert time.monotonic() < deadline, "the board did not start again"
+                time.sleep(0.2)
+        return super()._generate(name, rows)
+
+    def _notes(self) -> dict:
+        """What the board knows, "back" among it; nothing while it is away."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self.board.note.remote("back", 0, 0), timeout=5)
+            return ray.get(self.board.at_work.remote(), timeout=5)
+        return {}
+
+
+def test_killed_board_starts_again(
+    undisturbed: Path, config: GenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shard_pool, "ShardGenerator", KillsTheBoard)
+    seen = []
+    generate(replace(config, output=str(tmp_path / "rollouts")), seen.append)
+    assert seen[-1].rows_done == seen[-1].rows_total == 18
     assert files(tmp_path / "rollouts") == files(undisturbed)
 
 
