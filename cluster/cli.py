@@ -83,7 +83,11 @@ def generate(
     cpus_per_actor: Annotated[
         float | None, typer.Option(help="CPUs that Ray sets aside for each.", show_default="this machine's, divided")
     ] = None,
-    gpu: Annotated[bool, typer.Option("--gpu", help="One GPU per actor.")] = False,
+    threads_per_actor: Annotated[
+        int | None, typer.Option(help="Compute threads of each.", show_default="its CPUs")
+    ] = None,
+    gpus_per_actor: Annotated[float, typer.Option(help="GPUs of each; less than 1: actors share one.")] = 0.0,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Short for --gpus-per-actor 1.")] = False,
     resource: Annotated[
         list[str] | None, typer.Option(help="NAME=AMOUNT of a custom Ray resource that an actor's node must have.")
     ] = None,
@@ -103,8 +107,8 @@ def generate(
             chat_options=ChatOptions.read(chat_template, system, thinking), temperature=temperature, top_k=top_k,
             top_p=top_p, seed=seed, with_features=features, features_dtype=features_dtype, num_taps=taps,
             dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=least_most(num_actors),
-            max_bytes=max_bytes, gpus_per_actor=1.0 if gpu else 0.0, cpus_per_actor=cpus_per_actor,
-            resources=amounts(resource), rows_per_shard=rows_per_shard,
+            max_bytes=max_bytes, gpus_per_actor=gpus_per_actor or float(gpu), cpus_per_actor=cpus_per_actor,
+            threads_per_actor=threads_per_actor, resources=amounts(resource), rows_per_shard=rows_per_shard,
         )  # fmt: skip
         with show.stage(console, f"generate: {target} continues {prompts}", as_json) as stage:
             report = make(config, stage.generate)

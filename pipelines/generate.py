@@ -29,6 +29,7 @@ from pipelines.rollout_store import RolloutStore, ShardRecord, shard_name
 from pipelines.shard_generator import ShardContext, shard_item
 from pipelines.shard_pool import GenerateProgress, Meter, OnProgress, make_shards
 from serving.chat_options import ChatTemplate
+from serving.engine.native_rows import NativeRows
 
 __all__ = ["GenerateConfig", "GenerateError", "GenerateProgress", "GenerateReport", "generate"]
 
@@ -69,7 +70,7 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
     )
     metadata = _metadata(config, target)
     shards = _divide(prompts.rows, config.rows_per_shard)
-    plan = _plan(config, metadata, prompts)
+    plan = _plan(config, target, metadata, prompts)
     store = RolloutStore(config.output)
     store.begin(plan)
     done = store.records(len(shards))
@@ -86,7 +87,7 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
     longest = max(row.most_tokens(config.max_new_tokens) for row in prompts.rows)
     max_len = min(target.max_len, math.ceil(longest / 64) * 64)
     context = ShardContext(
-        config=config,
+        config=replace(config, threads_per_actor=config.threads),  # other nodes have other numbers of cores
         metadata=metadata,
         target=str(target.path.absolute()),
         drafter=_absolute(config.drafter),
@@ -167,10 +168,10 @@ def _absolute(drafter: str | None) -> str | None:
     return drafter if drafter is None or "://" in drafter else str(Path(drafter).expanduser().absolute())
 
 
-def _plan(config: GenerateConfig, metadata: RolloutMetadata, prompts: PromptSet) -> dict[str, Any]:
+def _plan(config: GenerateConfig, target: Target, metadata: RolloutMetadata, prompts: PromptSet) -> dict[str, Any]:
     """Everything that decides the bytes: a rerun must agree with all of it.
 
-    Batch and threads are among them: the torch backend rounds differently in other company.
+    Batch is among them: the torch backend rounds differently in other company.
     """
     own = ("prompts", "limit", "chat", "max_prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     engine = ("with_features", "features_dtype", "dtype", "backend", "batch", "rows_per_shard", "drafter")
@@ -181,10 +182,23 @@ def _plan(config: GenerateConfig, metadata: RolloutMetadata, prompts: PromptSet)
     told = {name: options[name] for name in ("system", "thinking") if options.get(name) not in (None, "default")}
     return (
         {name: getattr(config, name) for name in own + engine}
+        | ({"threads": config.threads} if _threads_decide(config, target) else {})
         | origin
         | told
-        | {"threads": config.threads, "prompts_sha256": prompts.sha256, "rows": len(prompts.rows)}
+        | {"prompts_sha256": prompts.sha256, "rows": len(prompts.rows)}
     )
+
+
+def _threads_decide(config: GenerateConfig, target: Target) -> bool:
+    """Whether other threads may give other bytes: torch's do on CPUs, the native kernels' do not.
+
+    Told from the command and the target alone, so that another machine comes to the same answer. Where "auto" falls
+    back to torch for want of a compiler, it stays unsaid.
+    """
+    if config.gpus_per_actor:
+        return False
+    never_native = config.backend == "auto" and NativeRows.unsupported_reason(target.config) is not None
+    return config.backend == "torch" or never_native
 
 
 def _all_rejects(config: GenerateConfig, prompts: PromptSet, records: list[ShardRecord]) -> list[RejectedRow]:

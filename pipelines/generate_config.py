@@ -17,7 +17,7 @@ class GenerateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """What to generate, and with what. Fields up to `threads_per_actor` decide the bytes."""
+    """What to generate, and with what. Fields up to `drafter` decide the bytes, and torch's threads on CPUs."""
 
     target: str = "smollm2"  # name, Hugging Face id, folder or .gguf file
     prompts: str = "gsm8k_train"  # shipped set, or path, URI or pattern of .jsonl, .jsonl.gz and .parquet files
@@ -59,6 +59,7 @@ class GenerateConfig:
             ("num_actors", not 1 <= self.num_actors[0] <= self.num_actors[1], "1 <= least <= most"),
             ("cpus_per_actor", self.cpus_per_actor is not None and self.cpus_per_actor <= 0, "more than 0"),
             ("gpus_per_actor", self.gpus_per_actor < 0, "0 or more"),
+            ("gpus_per_actor", self.gpus_per_actor > 1 and self.gpus_per_actor % 1 > 0, "whole GPUs, or a part of one"),
             ("threads_per_actor", self.threads_per_actor is not None and self.threads_per_actor < 1, "at least 1"),
             ("dtype", self.dtype not in ("float32", "bfloat16"), "float32 or bfloat16"),
         ):

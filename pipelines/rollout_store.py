@@ -49,6 +49,7 @@ __all__ = [
 ROW_GROUP_BYTES = 64 * 2**20  # of features: what a reader holds at a time
 READ_BYTES = 2**20  # of a file, at a time, for its checksum
 OLDER_PLANS: dict[str, Any] = {"features_dtype": ENGINE_DTYPE}  # what was done before plans had the key
+NO_LONGER_IN_PLANS = ("threads",)  # older plans have it also where it decides nothing
 
 
 class RolloutStore:
@@ -96,6 +97,7 @@ class RolloutStore:
             ) from None
         plan = json.loads(json_bytes(plan))
         before = {key: value for key, value in OLDER_PLANS.items() if key in plan} | before
+        before = {key: value for key, value in before.items() if key in plan or key not in NO_LONGER_IN_PLANS}
         differing = sorted(key for key in before.keys() | plan.keys() if before.get(key) != plan.get(key))
         if differing:
             changes = "; ".join(f"{key} was {before.get(key)!r}, now {plan.get(key)!r}" for key in differing[:4])

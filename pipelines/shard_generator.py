@@ -47,18 +47,24 @@ def shard_item(name: str, rows: list[PromptRow]) -> dict[str, str]:
     return {"name": name, "rows": json.dumps([row.as_json() for row in rows])}
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_restarts=-1)
 class ProgressBoard:
-    """Where actors say how far they are and the driver looks once a second. Losing it loses no rollout."""
+    """Where actors say how far they are and the driver looks once a second. Losing it loses no rollout.
+
+    If its node dies it starts anew, empty: actors say what they said and more, the driver counts what is finished.
+    """
 
     def __init__(self) -> None:
-        self.shards: dict[str, tuple[int, int]] = {}  # name -> rows, response tokens
+        self.shards: dict[str, tuple[int, int]] = {}  # those at work: name -> rows, response tokens
 
     def note(self, name: str, rows: int, tokens: int) -> None:
         self.shards[name] = (rows, tokens)
 
-    def totals(self) -> tuple[int, int]:
-        return sum(rows for rows, _ in self.shards.values()), sum(tokens for _, tokens in self.shards.values())
+    def forget(self, name: str) -> None:
+        self.shards.pop(name, None)
+
+    def at_work(self) -> dict[str, tuple[int, int]]:
+        return self.shards
 
 
 class ShardGenerator:

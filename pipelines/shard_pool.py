@@ -5,6 +5,7 @@ Ray Data gives each actor of a pool one shard at a time. Shards that fail are tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -18,11 +19,12 @@ import ray
 from pipelines.cores import usable_cores
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.ray_session import lacking_resource, start_ray
-from pipelines.rollout_store import ShardRecord
+from pipelines.rollout_store import RolloutStore, ShardRecord
 from pipelines.shard_generator import ProgressBoard, ShardContext, ShardGenerator
 
 MAX_ATTEMPTS = 2  # of a shard that fails
 POLL_S = 1.0  # how often the driver looks at the progress board
+VISIBLE_S = 60.0  # a file on a network file system may be seen so much later on another node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +43,33 @@ OnProgress = Callable[[GenerateProgress], None]
 
 
 class Meter:
-    """Turns the board's totals into progress; speed counts from the first report on, so without the engines' start."""
+    """Turns finished shards and what the board says of others into progress.
+
+    Speed counts from the first report on, so without the engines' start.
+    """
 
     def __init__(self, say: OnProgress, rows_total: int, rows_before: int):
         self.say, self.rows_total, self.rows_before = say, rows_total, rows_before
-        self.moved = time.monotonic()  # when something changed last
+        self.finished: dict[str, tuple[int, int]] = {}  # by shard: rows, response tokens
+        self.at_work: dict[str, tuple[int, int]] = {}  # the same, as the board said last
+        self.heard = time.monotonic()  # when an actor gave a sign of life last
+        self.moved = self.heard  # when the figures changed last
         self.last = (0, 0)  # rows and response tokens of this run
         self.first: tuple[float, int, int] | None = None  # time, rows, tokens of the first report
 
-    def show(self, rows: int, tokens: int) -> None:
+    def take(self, result: dict[str, Any]) -> None:
+        """Count what arrived, be it an error: the board may be lost while the work goes on."""
+        self.heard = time.monotonic()
+        if record := result.get("record"):
+            rows = record["rows"] + len(record["rejected"])
+            self.finished[result["name"]] = (rows, record["response_tokens"])
+
+    def show(self) -> None:
+        shards = (self.at_work | self.finished).values()
+        rows, tokens = sum(rows for rows, _ in shards), sum(tokens for _, tokens in shards)
         if (rows, tokens) != self.last:
-            self.moved, self.last = time.monotonic(), (rows, tokens)
+            self.heard = self.moved = time.monotonic()
+            self.last = (rows, tokens)
             self.first = self.first or (self.moved, rows, tokens)
         self.say(
             GenerateProgress(
@@ -78,7 +96,7 @@ class Meter:
 
     @property
     def idle_s(self) -> float:
-        return time.monotonic() - self.moved
+        return time.monotonic() - self.heard
 
 
 def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: Meter) -> list[ShardRecord]:
@@ -89,6 +107,7 @@ def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: 
     start_ray(num_cpus=max(4, usable_cores(), int(config.num_actors[1] * config.cpus) + 1))
     check_resources(config)
     board = ProgressBoard.remote()  # type: ignore[attr-defined]
+    store = RolloutStore(context.output)
     records: dict[str, ShardRecord] = {}
     errors: dict[str, str] = {}
     for _ in range(MAX_ATTEMPTS):
@@ -102,6 +121,7 @@ def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: 
                 errors[name] = result["error"]
             else:
                 records[name] = ShardRecord(**result["record"])
+                check_visible(store, records[name])
                 errors.pop(name, None)
     if errors:
         name, reason = next(iter(errors.items()))
@@ -126,6 +146,20 @@ def check_resources(config: GenerateConfig) -> None:
         )
 
 
+def check_visible(store: RolloutStore, record: ShardRecord) -> None:
+    """Raise GenerateError if the driver does not find what an actor wrote: their nodes have a disk each."""
+    if store.folder.local is None:
+        return  # an object store is one and the same for all nodes
+    deadline = time.monotonic() + VISIBLE_S
+    while store.folder.size(record.name) != record.bytes:
+        if time.monotonic() > deadline:
+            raise GenerateError(
+                f"shard {record.name} is not in {store.uri}: it was written on another node; "
+                "give a shared folder or an s3:// address as output"
+            )
+        time.sleep(POLL_S)
+
+
 def _results(context: ShardContext, items: list[dict[str, str]], board: Any, meter: Meter) -> Iterator[dict[str, Any]]:
     """Results in the order in which shards finish. Raises GenerateError when nothing moves for too long."""
     arrived: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
@@ -135,29 +169,31 @@ def _results(context: ShardContext, items: list[dict[str, str]], board: Any, met
         try:
             result = arrived.get(timeout=POLL_S)
         except queue.Empty:
-            meter.show(*_totals(board, meter))
+            _look(board, meter)
             if meter.idle_s > context.config.stall_timeout_s:
                 raise GenerateError(
                     f"no actor reported progress for {meter.idle_s:.0f} s; see the Ray logs, or raise stall_timeout_s"
                 ) from None
             continue
         if result is None:
-            meter.show(*_totals(board, meter))
+            _look(board, meter)
             return
         if isinstance(result, Exception):
             reason = (str(result).strip().splitlines() or [""])[-1]
             raise GenerateError(
                 f"Ray could not run the shards ({reason}); finished shards are kept, run again"
             ) from result
+        meter.take(result)
         yield result
-        meter.show(*_totals(board, meter))
+        board.forget.remote(result["name"])
+        _look(board, meter)
 
 
-def _totals(board: Any, meter: Meter) -> tuple[int, int]:
-    try:
-        return ray.get(board.totals.remote(), timeout=10)
-    except ray.exceptions.RayError:
-        return meter.last  # the board is lost or slow; the work is not
+def _look(board: Any, meter: Meter) -> None:
+    """Show where the run stands."""
+    with contextlib.suppress(ray.exceptions.RayError):  # the board is lost or slow; the work is not
+        meter.at_work = ray.get(board.at_work.remote(), timeout=10)
+    meter.show()
 
 
 def _dataset(context: ShardContext, items: list[dict[str, str]], board: Any) -> Any:
@@ -165,20 +201,23 @@ def _dataset(context: ShardContext, items: list[dict[str, str]], board: Any) -> 
     import ray.data
 
     config = context.config
-    dataset = ray.data.from_items(list(items), override_num_blocks=len(items))
-    return dataset.map_batches(
+    least, most = config.num_actors
+    dataset = ray.data.from_items(list(items), override_num_blocks=len(items)).map_batches(
         ShardGenerator,
         fn_constructor_args=(context, board),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(
-            min_size=config.num_actors[0],
-            max_size=config.num_actors[1],
+            min_size=least,
+            max_size=max(least, min(most, len(items))),  # an actor more than there are shards would find no work
             max_tasks_in_flight_per_actor=1,  # a queue before one actor would leave another idle at the end
         ),
         num_cpus=config.cpus,
         num_gpus=config.gpus_per_actor or None,
         resources=dict(config.resources) or None,
     )
+    # Ray would grow the pool only for tasks queued before its actors, which there are none of here.
+    dataset.context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0
+    return dataset
 
 
 def _stream(dataset: Any, arrived: queue.Queue[Any]) -> None:

@@ -97,9 +97,9 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     mask = mask_token(target, sets, config.dflash.mask_token_id) if fresh_blocks else None
     storage, plan = train_storage(config.output), run_plan(config, sets)
     storage.check()
-    take_up(storage.state, plan)
     start_ray()
     check_resources(config)
+    take_up(storage.state, plan)
     board = _Board.options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()  # type: ignore[attr-defined]
     arguments = WorkerArguments(
         config=config,

@@ -83,3 +83,11 @@ def test_a_mistake_is_one_line(arguments: list[str], cause: str, toy_target_dir:
 
 def test_thinking_is_on_off_or_default():
     assert run("--thinking", "maybe").exit_code == 2
+
+
+def test_what_an_actor_gets(seen: list):
+    for arguments in ([], ["--gpu"], ["--gpus-per-actor", "0.5", "--threads-per-actor", "3"]):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+    assert [(config.gpus_per_actor, config.threads_per_actor) for config in seen] == [(0, None), (1, None), (0.5, 3)]
+    assert "gpus_per_actor is 1.5; give whole GPUs, or a part of one" in run("--gpus-per-actor", "1.5").stderr

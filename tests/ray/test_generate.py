@@ -1,10 +1,12 @@
 """Generate on a local Ray cluster: right rollouts, and the same bytes whatever was killed on the way."""
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -134,6 +137,59 @@ def test_killed_actor_costs_nothing(
     assert files(tmp_path / "rollouts") == files(undisturbed)
 
 
+class KillsTheBoard(ShardGenerator):
+    """Its third shard begins with the board's death, and ends when the board answers again."""
+
+    def _generate(self, name, rows):
+        if name == shard_name(2, SHARDS):
+            ray.get(self.board.note.remote("gone", 9, 9), timeout=30)
+            ray.kill(self.board, no_restart=False)
+            deadline = time.monotonic() + 60
+            while self._notes().get("gone", ()) or not self._notes():
+                assert time.monotonic() < deadline, "the board did not start again"
+                time.sleep(0.2)
+        return super()._generate(name, rows)
+
+    def _notes(self) -> dict:
+        """What the board knows, "back" among it; nothing while it is away."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self.board.note.remote("back", 0, 0), timeout=5)
+            return ray.get(self.board.at_work.remote(), timeout=5)
+        return {}
+
+
+def test_killed_board_starts_again(
+    undisturbed: Path, config: GenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shard_pool, "ShardGenerator", KillsTheBoard)
+    seen = []
+    generate(replace(config, output=str(tmp_path / "rollouts")), seen.append)
+    assert seen[-1].rows_done == seen[-1].rows_total == 18
+    assert files(tmp_path / "rollouts") == files(undisturbed)
+
+
+class WaitsForAnother(ShardGenerator):
+    """Notes its process, and holds the first shard until another actor has noted its own, or for 40 s."""
+
+    def _generate(self, name, rows):
+        seen = Path(self.context.output).parent / "pids"
+        seen.mkdir(exist_ok=True)
+        (seen / str(os.getpid())).touch()
+        deadline = time.monotonic() + 40
+        while name == shard_name(0, SHARDS) and len(list(seen.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return super()._generate(name, rows)
+
+
+def test_the_pool_grows_while_shards_wait(
+    undisturbed: Path, config: GenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shard_pool, "ShardGenerator", WaitsForAnother)
+    generate(replace(config, output=str(tmp_path / "rollouts"), num_actors=(1, 2)))
+    assert len(list((tmp_path / "pids").iterdir())) == 2
+    assert files(tmp_path / "rollouts") == files(undisturbed)
+
+
 class FailsOnOne(ShardGenerator):
     """Cannot make the second shard."""
 
@@ -157,6 +213,31 @@ def test_failed_shard_takes_no_other_with_it(
         open_rollouts(here.output)
     report = generate(here)
     assert (report.shards_made, report.shards_reused) == (1, SHARDS - 1)
+    assert files(tmp_path / "rollouts") == files(undisturbed)
+
+
+class WritesElsewhere(ShardGenerator):
+    """Its second shard does not reach the driver's disk."""
+
+    def _generate(self, name, rows):
+        record = super()._generate(name, rows)
+        if name == shard_name(1, SHARDS):
+            (Path(self.context.output) / name).unlink()
+        return record
+
+
+def test_shards_on_another_node_s_disk_are_told(
+    undisturbed: Path, config: GenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = replace(config, output=str(tmp_path / "rollouts"))
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_pool, "ShardGenerator", WritesElsewhere)
+        patch.setattr(shard_pool, "VISIBLE_S", 1.0)
+        with pytest.raises(GenerateError, match=r"part-00001.*on another node; give a shared folder or an s3://"):
+            generate(here)
+    with pytest.raises(RolloutError, match="not finished"):
+        open_rollouts(here.output)
+    generate(here)
     assert files(tmp_path / "rollouts") == files(undisturbed)
 
 
