@@ -22,6 +22,7 @@ from pipelines.rollout_store import open_rollouts
 from pipelines.step_order import Chunk
 from pipelines.training_sequence import TrainingSequence
 
+START_DEADLINE_S = 900  # until the least number of target actors runs
 NUMBER = "number"  # the column that tells which chunk of the asked-for ones a row is of
 
 
@@ -96,7 +97,9 @@ def _rows(tables: Iterator[pa.Table]) -> Iterator[tuple[int, Rollout]]:
 def _stream(items: list[dict[str, Any]], source: OnlineSource) -> Iterator[pa.Table]:
     """Tables of rows, chunk by chunk in order."""
     silence_ray_data()
-    ray.data.DataContext.get_current().execution_options.preserve_order = True
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.wait_for_min_actors_s = START_DEADLINE_S  # without it Ray waits for ever where there is no room
     actors = source.actors
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         FeatureStage,
