@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.util.state import list_actors
 
 from pipelines.rollout_store import open_rollouts
 
@@ -40,23 +41,25 @@ class Jobs:
         port = free_port()
         self.cluster = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 4, "include_dashboard": True, "dashboard_port": port},
+            head_node_args={
+                "num_cpus": 4,
+                "include_dashboard": True,
+                "dashboard_port": port,
+                "dashboard_agent_listen_port": free_port(),  # it starts jobs; another cluster here may have the usual
+            },
         )
         self.target_nodes = [self._target_node(), self._target_node()]
         self.cluster.wait_for_nodes(timeout=60)
-        self.client = JobSubmissionClient(f"http://127.0.0.1:{port}")
+        self.address = f"http://127.0.0.1:{port}"
+        self.client = JobSubmissionClient(self.address)
 
     def _target_node(self) -> Any:
         return self.cluster.add_node(num_cpus=2, resources={"target_node": 2})
 
     def submit(self, *arguments: str, folder: Path) -> str:
         command = " ".join([sys.executable, "-m", "cluster.cli", *arguments])
-        return str(
-            self.client.submit_job(
-                entrypoint=command,
-                runtime_env={"working_dir": str(folder), "env_vars": {"PYTHONPATH": os.getcwd()}},
-            )
-        )
+        environment = {"working_dir": str(folder), "env_vars": {"PYTHONPATH": os.getcwd()}}
+        return str(self.client.submit_job(entrypoint=command, runtime_env=environment))
 
     def wait(self, job: str) -> str:
         """The job's output. Fails if the job does, or takes too long."""
@@ -70,6 +73,14 @@ class Jobs:
             time.sleep(0.5)
         self.client.stop_job(job)
         raise AssertionError(f"the job took more than {DEADLINE_S:.0f} s:\n{self.client.get_job_logs(job)}")
+
+    def node_with_an_actor(self, job: str) -> Any:
+        """The target node on which an actor of the job lives, with an engine in it."""
+        driver = self.client.get_job_info(job).driver_info
+        assert driver is not None
+        alive = list_actors(self.address, filters=[("job_id", "=", driver.id), ("state", "=", "ALIVE")])
+        hosts = [actor.node_id for actor in alive if "ShardGenerator" in actor.class_name]
+        return next(node for node in self.target_nodes if node.node_id in hosts)
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +120,18 @@ def test_both_jobs_end_with_their_tables(jobs: Jobs, work: Path):
 
 
 def test_a_node_that_dies_costs_nothing(jobs: Jobs, work: Path):
-    output = f"{work}/disturbed"
-    job = jobs.submit("generate", "--run", "generate.yaml", "--output", output, folder=work)
+    """The job is long enough to be at work when one of its actors dies with its node."""
+    whole, disturbed = f"{work}/whole", f"{work}/disturbed"
+    arguments = ("generate", "--run", "generate.yaml", "--max-new-tokens", "300", "--batch", "2", "--output")
+    jobs.wait(jobs.submit(*arguments, whole, folder=work))
+    job = jobs.submit(*arguments, disturbed, folder=work)
     deadline = time.monotonic() + DEADLINE_S
-    while not list(Path(output).glob("*.parquet")):
+    while not list(Path(disturbed).glob("*.parquet")):
         assert time.monotonic() < deadline
         assert not jobs.client.get_job_status(job).is_terminal(), jobs.client.get_job_logs(job)
         time.sleep(0.05)
-    jobs.cluster.remove_node(jobs.target_nodes[0], allow_graceful=False)
+    jobs.cluster.remove_node(jobs.node_with_an_actor(job), allow_graceful=False)
+    assert not jobs.client.get_job_status(job).is_terminal(), "the job was over before its node went"
     jobs.wait(job)
-    undisturbed, disturbed = (open_rollouts(uri).manifest.shards for uri in (f"{work}/rollouts", output))
-    assert [s.sha256 for s in disturbed] == [s.sha256 for s in undisturbed]
+    before, after = (open_rollouts(uri).manifest.shards for uri in (whole, disturbed))
+    assert [s.sha256 for s in after] == [s.sha256 for s in before]
