@@ -363,7 +363,8 @@ def test_seconds_are_those_of_all_starts_and_of_steps_alone(model, sequences, he
     monkeypatch.setattr(training.time, "perf_counter", lambda: float(next(clock)))  # a second from look to look
     first = toy_trainer(toy_mtp(model), sequences, held_out, CONFIG)
     points = list(islice(first.run(), 3))
-    assert [point.seconds for point in points] == [1, 2, 3]
+    assert [point.seconds for point in points] == [2, 4, 6]
+    assert [point.waited_seconds for point in points] == [1, 2, 3], "half of it until the rows were there"
     second = toy_trainer(toy_mtp(model), sequences, held_out, CONFIG)
     second.load_state_dict(first.state_dict())
-    assert next(second.run()).seconds == 4
+    assert next(second.run()).seconds == 8
