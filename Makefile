@@ -20,7 +20,7 @@ quickstart: $(VENV)/.installed
 
 # A worker per core; tests on a Ray cluster share one, and run alone.
 PARALLEL := -n auto --dist loadfile
-UNIT := not ray and not model and not statistical
+UNIT := not ray and not model and not statistical and not learning
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not ray'

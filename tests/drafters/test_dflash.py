@@ -248,11 +248,13 @@ def counted_tau(module: DFlashModule) -> float:
     return engine.stats.acceptance.tau
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("changes", [{}, {"selector_top_k": 4, "selector_rank": 6, "confidence_head": True}])
 def test_a_drafter_of_counted_sequences_drafts_almost_everything(changes):
     assert counted_tau(counting_drafter(make_successor(), **changes)) > SLOTS + 0.5
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("shift", [-1, 1])  # 1: slot 1 would be trained on the anchor, which is given
 def test_labels_that_are_off_by_one_are_found_by_that(shift, monkeypatch: pytest.MonkeyPatch):
     right = TrainingBatch.labels

@@ -201,11 +201,13 @@ def counted_tau(module: DrafterModule) -> float:
     return engine.stats.acceptance.tau
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_of_counted_sequences_drafts_almost_everything(kind, successor):
     assert counted_tau(counting_drafter(successor, kind)) > STEPS + 0.8
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_labels_that_are_off_by_one_are_found_by_that(kind, shift, successor, monkeypatch: pytest.MonkeyPatch):

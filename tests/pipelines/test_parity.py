@@ -71,6 +71,7 @@ def test_the_engine_accepts_what_training_expects_round_by_round(toy_target_dir,
     assert "within 5%" in result.verdict()
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("variant", ["plain", "selector", "everything"])
 def test_dflash_is_served_as_trained(variant, toy_target_dir, target, sequences):
     options = VARIANTS[variant] | {"vocab_size": 260, "block_size": STEPS + 1}

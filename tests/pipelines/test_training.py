@@ -54,7 +54,7 @@ def held_out(sequences) -> list[TrainingSequence]:
 
 
 def curve_of(trainer: Trainer) -> list[CurvePoint]:
-    return [replace(point, seconds=0) for point in trainer.run()]
+    return [replace(point, seconds=0, waited_seconds=0) for point in trainer.run()]
 
 
 def weights(module: DrafterModule) -> dict[str, torch.Tensor]:
@@ -234,6 +234,7 @@ def test_many_such_steps_in_a_row_end_the_run(model, sequences):
 # -- it learns --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_falls_and_acceptance_rises(kind, model, sequences):
     module = toy_mtp(model, kind)
@@ -288,6 +289,7 @@ def test_held_out_responses_too_short_for_a_round_leave_tau_unknown(model, seque
     assert (last.expected_tau, last.acceptance_by_position) == (None, [])
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("weights", ["geometric", "exponential", "dpace"])
 @pytest.mark.parametrize("kind", ["cross_entropy", "kl"])
 def test_every_loss_teaches(kind, weights, model, sequences):
@@ -345,6 +347,7 @@ def test_what_cannot_be_trained_is_refused(model, sequences):
         toy_trainer(toy_mtp(model), [], [], CONFIG)
 
 
+@pytest.mark.learning
 def test_bfloat16_products_teach_like_float32(model, sequences):
     """The weights stay in float32, and the loss falls as it does there."""
     curves = {}
