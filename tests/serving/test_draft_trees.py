@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from serving.engine.engine import Engine, EngineConfig
 from serving.engine.native_recursive_drafter import NativeRecursiveDrafter
 from serving.engine.native_rows import NativeRows
 from serving.engine.sampling import Sampling
+from serving.engine.sequence import Completion
 from serving.engine.torch_rows import TorchRows
 from tests.toy_mtp import TAPS, toy_mtp
 from tests.toy_target import AlwaysRight, RightInATree, SampledTrees, toy_model, toy_prompts
@@ -52,28 +56,39 @@ def prompts() -> list[list[int]]:
     return toy_prompts(7, seed=3)
 
 
+GREEDY = Sampling(max_new_tokens=40)
+SEEDED = [Sampling(temperature=0.9, top_p=0.95, max_new_tokens=30, seed=seed) for seed in range(7)]
+
+
+@pytest.fixture(scope="module")
+def plain(prompts) -> Callable[[str, bool], list[Completion]]:
+    """What a backend decodes without drafts, greedily or with seeds; once each."""
+
+    @functools.cache
+    def decode(name: str, seeded: bool) -> list[Completion]:
+        return Engine(backend(name)).generate(prompts, SEEDED if seeded else GREEDY, keep_features=not seeded)
+
+    return decode
+
+
 @pytest.mark.parametrize("adapt", [False, True])
 @pytest.mark.parametrize("kind", [*KINDS, "sampled"])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_trees_never_change_greedy_output(name, kind, adapt, prompts):
-    sampling = Sampling(max_new_tokens=40)
-    plain = Engine(backend(name)).generate(prompts, sampling, keep_features=True)
+def test_trees_never_change_greedy_output(name, kind, adapt, prompts, plain):
     engine = engine_for(name, drafter(kind), adapt_draft_length=adapt)
-    drafted = engine.generate(prompts, sampling, keep_features=True)
-    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    drafted = engine.generate(prompts, GREEDY, keep_features=True)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain(name, False)]
     assert engine.stats.fallbacks == {}
     assert engine.stats.acceptance.proposed > 0
-    for mine, want in zip(drafted, plain, strict=True):  # of the accepted path, not of its siblings
+    for mine, want in zip(drafted, plain(name, False), strict=True):  # of the accepted path, not of its siblings
         torch.testing.assert_close(mine.features_TF.float(), want.features_TF.float(), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_seed_gives_plain_decodings_tokens_with_trees(name, kind, prompts):
-    params = [Sampling(temperature=0.9, top_p=0.95, max_new_tokens=30, seed=seed) for seed in range(len(prompts))]
-    plain = Engine(backend(name)).generate(prompts, params)
-    drafted = engine_for(name, drafter(kind)).generate(prompts, params)
-    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+def test_a_seed_gives_plain_decodings_tokens_with_trees(name, kind, prompts, plain):
+    drafted = engine_for(name, drafter(kind)).generate(prompts, SEEDED)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain(name, True)]
 
 
 @pytest.mark.parametrize(("nodes", "tau"), [(9, 4), (8, 4), (5, 3), (2, 2), (1, 1)])
