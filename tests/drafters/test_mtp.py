@@ -126,12 +126,14 @@ def test_served_drafts_are_those_of_training(kind, changes, vocab_ids, model, pr
     assert assert_parity(model, module, overheard, completions) > 300
 
 
+@pytest.mark.learning
 def test_parity_holds_where_drafts_are_accepted(trained, model, prompts):
     overheard = Overheard(trained)
     completions = toy_engine(overheard).generate(prompts, Sampling(max_new_tokens=NEW))
     assert_parity(model, trained, overheard, completions)
 
 
+@pytest.mark.learning
 def test_expected_acceptance_is_the_engines(trained, sequences, prompts):
     overheard = Overheard(trained)
     engine = toy_engine(overheard)
@@ -148,6 +150,7 @@ def test_expected_acceptance_is_the_engines(trained, sequences, prompts):
     assert trained.training is False
 
 
+@pytest.mark.learning
 def test_drafting_never_changes_greedy_output(model, prompts, sequences, trained):
     reference = [s.ids[s.prompt_len :].tolist() for s in sequences]
     for module in (toy_mtp(model, trained.config.kind), trained):
