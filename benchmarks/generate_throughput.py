@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rows-per-shard", type=int, default=24)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     contenders = {
         "one engine in this process": lambda: bare(args),
