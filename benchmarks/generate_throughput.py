@@ -105,7 +105,11 @@ def main() -> None:
         lines.append(f"| {name} | {spread} | {middle / alone:.2f} | {start:.1f} | {found.tokens:,} |")
     facts = {"args": vars(args), "versions": versions(), "speeds": {n: vars(s) for n, s in speeds.items()}}
     date = datetime.date.today().isoformat()
-    text = f"# generate against one engine, {date}\n\n" + "\n".join(lines) + "\n"
+    note = (
+        f"{args.target}, float32, greedy, {args.limit} prompts of {args.prompts}, {args.tokens} new tokens at most, batch "
+        f"{BATCH} per engine, features of three layers kept, {usable_cores()} cores in all, {args.runs} runs in turns."
+    )
+    text = f"# generate against one engine, {date}\n\n{note}\n\n" + "\n".join(lines) + "\n"
     write_json(RESULTS / f"generate-{date}.json", facts)
     write_text(RESULTS / f"generate-{date}.md", text)
     print(text)
