@@ -107,7 +107,8 @@ def main() -> None:
     date = datetime.date.today().isoformat()
     note = (
         f"{args.target}, float32, greedy, {args.limit} prompts of {args.prompts}, {args.tokens} new tokens at most, "
-        f"batch {BATCH} per engine, features of three layers kept, {usable_cores()} cores in all, {args.runs} runs in turns."
+        f"batch {BATCH} per engine, features of three layers kept, {usable_cores()} cores in all, "
+        f"{args.runs} runs in turns."
     )
     text = f"# generate against one engine, {date}\n\n{note}\n\n" + "\n".join(lines) + "\n"
     write_json(RESULTS / f"generate-{date}.json", facts)
