@@ -14,8 +14,8 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from pipelines.mask_token import mask_token
 from pipelines.online_setup import online_source, tapped_layers
 from pipelines.parity import ParityCase, ParityResult, run_parity
 from pipelines.ray_session import lacking_resource, start_ray
+from pipelines.rollout_store import RolloutSet
 from pipelines.run_plan import run_name, run_plan, take_up
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.train_storage import TrainStorage, train_storage
@@ -92,34 +93,22 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     layers = tapped_layers(config, target, sets[0])
     check_taps(config, target, layers)
     check_start(config, layers)
-    data = training_data(config, sets, target)
-    fresh_blocks = config.kind == "dflash" and config.init_from is None
-    mask = mask_token(target, sets, config.dflash.mask_token_id) if fresh_blocks else None
+    arguments = _arguments(config, target, sets, layers)
     storage, plan = train_storage(config.output), run_plan(config, sets)
     storage.check()
     start_ray()
     check_resources(config)
     take_up(storage.state, plan)
     board = _Board.options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()  # type: ignore[attr-defined]
-    arguments = WorkerArguments(
-        config=config,
-        target_path=str(target.path.absolute()),
-        target_layer_ids=layers,
-        target_fingerprint=target_fingerprint(target.path, layers),
-        rollouts=[rollouts.uri for rollouts in sets],
-        online=online_source(config, target, layers, [rollouts.uri for rollouts in sets], data),
-        data=data,
-        mask_token_id=mask,
-        board=board,
-        versions=versions(),
-    )
     log = LiveLog(storage.live_log) if storage.live_log else None
     with _Relay(board, [on_progress, log.add if log else None]):
-        checkpoint = _fit(config, arguments, storage, run_name(plan))
-    if reason := ray.get(board.given_up.remote(), timeout=BOARD_DEADLINE_S):
-        raise TrainError(reason)
+        checkpoint = _fit(config, replace(arguments, board=board), storage, run_name(plan))
     if log:
         log.close()
+    if reason := ray.get(board.given_up.remote(), timeout=BOARD_DEADLINE_S):
+        raise TrainError(f"training ended early: {reason}")
+    if checkpoint is None:
+        raise TrainError("training ended without a checkpoint; run the same command again")
     report, parity = _deliver(config, checkpoint, target, storage)
     storage.clear()  # not before: the same command goes on at the gate, if that was interrupted
     return TrainReport(
@@ -129,6 +118,25 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
         served_tau=parity.served,
         parity_passed=parity.passed,
         parity_verdict=parity.verdict(),
+    )
+
+
+def _arguments(
+    config: TrainConfig, target: Target, sets: Sequence[RolloutSet], layers: tuple[int, ...]
+) -> WorkerArguments:
+    """What the workers are told, without the board. Raises RolloutError or TrainError."""
+    data, uris = training_data(config, sets, target), [rollouts.uri for rollouts in sets]
+    fresh_blocks = config.kind == "dflash" and config.init_from is None
+    return WorkerArguments(
+        config=config,
+        target_path=str(target.path.absolute()),
+        target_layer_ids=layers,
+        target_fingerprint=target_fingerprint(target.path, layers),
+        rollouts=uris,
+        online=online_source(config, target, layers, uris, data),
+        data=data,
+        mask_token_id=mask_token(target, sets, config.dflash.mask_token_id) if fresh_blocks else None,
+        versions=versions(),
     )
 
 
@@ -156,7 +164,7 @@ def _deliver(
     return report, parity
 
 
-def _fit(config: TrainConfig, arguments: WorkerArguments, storage: TrainStorage, name: str) -> Checkpoint:
+def _fit(config: TrainConfig, arguments: WorkerArguments, storage: TrainStorage, name: str) -> Checkpoint | None:
     """Run the workers, from where a run of this name has stopped; returns the last checkpoint. Raises TrainError."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(LOOK_EVERY_S))  # 2 s by itself: a run ends with it
     workers, least = config.num_workers, config.min_workers or config.num_workers
@@ -183,8 +191,6 @@ def _fit(config: TrainConfig, arguments: WorkerArguments, storage: TrainStorage,
         result = trainer.fit()
     except TrainingFailedError as error:
         raise TrainError(f"training failed ({_cause(error)}); mend that and run the same command again") from error
-    if result.checkpoint is None:
-        raise TrainError("training ended without a checkpoint; run the same command again")
     return result.checkpoint
 
 

@@ -24,5 +24,5 @@ class WorkerArguments:
     online: OnlineSource | None  # None: features are read from the rollouts
     data: TrainingData
     mask_token_id: int | None
-    board: Any  # actor that shows progress
     versions: dict[str, str]
+    board: Any = None  # actor that shows progress; known once Ray runs

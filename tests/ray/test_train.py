@@ -253,6 +253,11 @@ def test_a_run_that_was_stopped_in_the_gate_goes_on_there(
     assert read_provenance(Path(here.output))["parity"]["served"] == report.served_tau == trained[0].served_tau
 
 
+def test_a_run_that_would_only_fail_again_ends_at_once(config: TrainConfig, tmp_path: Path):
+    here = replace(config, output=str(tmp_path / "drafter"), steps=replace(config.steps, learning_rate=1e30))
+    refused(here, TrainError, r"training ended early: the gradient was not finite in 10 steps in a row, .*give a lower")
+
+
 def test_responses_too_short_to_measure_tau_on_still_train(config: TrainConfig, tmp_path: Path):
     rollouts = changed_set(config, tmp_path / "short", rows=6, response=3)  # as long as a draft, so no whole round
     steps = replace(config.steps, epochs=1, tokens_per_step=40)
