@@ -18,13 +18,14 @@ $(VENV)/.installed: pyproject.toml
 quickstart: $(VENV)/.installed
 	$(BIN)/draftloop quickstart
 
-# A worker per core; tests on a Ray cluster share one, and run alone.
+# A worker per core. Each worker of the Ray tests has a cluster of its own: two, since they mostly wait for processes.
 PARALLEL := -n auto --dist loadfile
+RAY_PARALLEL := $(PARALLEL) --maxprocesses 2
 UNIT := not ray and not model and not statistical and not learning
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not ray'
-	$(BIN)/python -m pytest -q -m ray
+	$(BIN)/python -m pytest -q $(RAY_PARALLEL) -m ray
 
 test-unit: $(VENV)/.installed
 	$(BIN)/python -m pytest -q $(PARALLEL) -m '$(UNIT)'
