@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # This path runs on CPUs: a CPU build of torch. The project's own range stays open, GPU users bring their own torch.
 TORCH_CPU ?= torch==2.13.0
 
-.PHONY: quickstart test test-unit check clean
+.PHONY: quickstart test test-unit test-kills check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Draftloop needs Python 3.11 or newer; run: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
@@ -25,10 +25,14 @@ UNIT := not ray and not model and not statistical and not learning
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not ray'
-	$(BIN)/python -m pytest -q $(RAY_PARALLEL) -m ray
+	$(BIN)/python -m pytest -q $(RAY_PARALLEL) -m 'ray and not kill'
 
 test-unit: $(VENV)/.installed
 	$(BIN)/python -m pytest -q $(PARALLEL) -m '$(UNIT)'
+
+# Drivers and workers killed at random moments, each against an undisturbed run.
+test-kills: $(VENV)/.installed
+	$(BIN)/python -m pytest -v -m kill
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ import ray
 
 from pipelines.rollout_store import open_rollouts
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.usefixtures("ray_cluster")]
 
 ROWS, ROWS_PER_SHARD = 120, 4
 SHARDS = ROWS // ROWS_PER_SHARD
