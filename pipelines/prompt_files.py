@@ -129,7 +129,7 @@ def _labels(names: list[str]) -> dict[str, str]:
         return {names[0]: ""}
     stems = {name: _stem(name) for name in names}
     shared = {stem for stem, count in Counter(stems.values()).items() if count > 1}
-    common = os.path.commonprefix(names).rfind("/") + 1  # noqa: RUF071
+    common = os.path.commonprefix(names).rfind("/") + 1  # noqa: RUF071 - characters are cut back to a folder here
     return {name: name[common:] if stem in shared else stem for name, stem in stems.items()}
 
 

@@ -83,7 +83,7 @@ def started_vocabulary(config: TrainConfig) -> Tensor | None:
     if config.init_from is None:
         return None
     with safe_open(local_checkpoint(config.init_from) / WEIGHTS, framework="pt") as weights:
-        names = [name for name in weights.keys() if name.split(".")[-1] == "draft_vocab_ids"]  # noqa: SIM118
+        names = [name for name in weights.keys() if name.split(".")[-1] == "draft_vocab_ids"]  # noqa: SIM118 - not a mapping
         if names:
             return weights.get_tensor(names[0])
     return torch.arange(read_config(local_checkpoint(config.init_from)).vocab_size)

@@ -22,7 +22,7 @@ def cook(
     run: RunOption = None,
     dish: Annotated[str, typer.Option()] = "soup",
     hot_water: Annotated[float, typer.Option()] = 1.5,
-    guest: Annotated[list[str], typer.Option()] = ["nobody"],  # noqa: B006
+    guest: Annotated[list[str], typer.Option()] = ["nobody"],  # noqa: B006 - typer copies it
     salt: Annotated[bool, typer.Option()] = True,
     pepper: Annotated[bool, typer.Option("--pepper")] = False,
     limit: Annotated[int | None, typer.Option()] = None,
