@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ def fetch_folder(folder: AtomicFolder, names: Sequence[str], cache_dir: Path) ->
         copy = Path(work) / "copy"
         copy.mkdir()
         for name in names:
-            path, here = folder.path(name), str(copy / name)
-            patiently(lambda path=path, here=here: folder.fs.get_file(path, here))  # type: ignore[misc]
+            patiently(partial(folder.fs.get_file, folder.path(name), str(copy / name)))
         if _versions(folder, names) != before:
             raise ReplacedError(f"{folder.uri} was replaced while it was read; try again")
         try:
@@ -54,7 +54,6 @@ def _versions(folder: AtomicFolder, names: Sequence[str]) -> list[dict[str, str]
     folder.fs.invalidate_cache()
     found = []
     for name in names:
-        path = folder.path(name)
-        info: dict[str, Any] = patiently(lambda path=path: folder.fs.info(path))  # type: ignore[misc]
+        info: dict[str, Any] = patiently(partial(folder.fs.info, folder.path(name)))
         found.append({"name": name} | {key: str(info[key]) for key in VERSION_KEYS if key in info})
     return found

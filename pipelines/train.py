@@ -99,13 +99,13 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     start_ray()
     check_resources(config)
     take_up(storage.state, plan)
-    board = _Board.options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()  # type: ignore[attr-defined]
+    board = _Board.options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()  # type: ignore[attr-defined]  # of ray.remote
     log = LiveLog(storage.live_log) if storage.live_log else None
     with _Relay(board, [on_progress, log.add if log else None]):
         checkpoint = _fit(config, replace(arguments, board=board), storage, run_name(plan))
     if log:
         log.close()
-    if reason := ray.get(board.given_up.remote(), timeout=BOARD_DEADLINE_S):
+    if reason := _given_up(board):
         raise TrainError(f"training ended early: {reason}")
     if checkpoint is None:
         raise TrainError("training ended without a checkpoint; run the same command again")
@@ -271,6 +271,14 @@ class _Board:
     def take(self) -> list[CurvePoint]:
         taken, self.points = self.points, []
         return taken
+
+
+def _given_up(board: Any) -> str | None:
+    """Why the workers ended early. A lost board does not cost a finished run its drafter."""
+    try:
+        return ray.get(board.given_up.remote(), timeout=BOARD_DEADLINE_S)
+    except ray.exceptions.RayError:
+        return None
 
 
 class _Relay:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +92,20 @@ class RemoteStorage:
         parent, _, name = self.folder.root.rpartition("/")
         if not parent:
             raise TrainError(f"output {uri} is a whole bucket; give a folder in it, such as {self.uri}/drafter")
-        self._work = f"{parent}/.{name}.training"
         self.state = AtomicFolder(f"{self.uri.rpartition('/')[0]}/.{name}.training")
         self.live_log: Path | None = None  # an object store knows no appending
 
     @property
     def run_options(self) -> dict[str, Any]:
-        return {"storage_path": self._work, "storage_filesystem": patient_filesystem(self.uri)}
+        return {"storage_path": self.state.root, "storage_filesystem": patient_filesystem(self.uri)}
 
     def check(self) -> None:
         """As `LocalStorage.check`; also writes and removes a file, so that wrong access is told at once."""
-        probe = f"{self._work}/probe"
+        probe = self.state.path("probe")
         try:
             self.folder.check_bucket()
             names = set(self.folder.names())
-            begun = bool(self.folder.fs.find(self._work))
+            begun = bool(self.folder.fs.find(self.state.root))
             self.folder.fs.pipe_file(probe, b"")
             self.folder.fs.rm_file(probe)
         except Exception as error:  # every remote file system has its own kinds
@@ -127,17 +127,17 @@ class RemoteStorage:
         fs = self.folder.fs
         old = patiently(lambda: fs.find(self.folder.root)) if self.folder.names() else []
         for path in sorted(old, key=lambda path: not path.endswith(f"/{CONFIG}")):
-            patiently(lambda path=path: _remove(fs, path))  # type: ignore[misc]
+            patiently(partial(_remove, fs, path))
         files = sorted(file for file in folder.rglob("*") if file.is_file())
         for file in sorted(files, key=lambda file: file == folder / CONFIG):
             path = self.folder.path(file.relative_to(folder).as_posix())
-            patiently(lambda file=file, path=path: fs.put_file(str(file), path))  # type: ignore[misc]
+            patiently(partial(fs.put_file, str(file), path))
 
     def clear(self) -> None:
-        fs = self.folder.fs
+        fs = self.state.fs
         fs.invalidate_cache()
-        if patiently(lambda: fs.exists(self._work)):
-            patiently(lambda: fs.rm(self._work, recursive=True))
+        if patiently(lambda: fs.exists(self.state.root)):
+            patiently(lambda: fs.rm(self.state.root, recursive=True))
 
 
 TrainStorage = LocalStorage | RemoteStorage
