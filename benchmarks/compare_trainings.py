@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import io
 import itertools
 import json
 import shlex
@@ -24,8 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from references import write_json, write_text
+from svg_plot import svg_text, two_panels
 
 from pipelines.evaluate import versions
 from pipelines.rollout_store import open_rollouts
@@ -64,11 +63,7 @@ def largest_difference(one: list[dict[str, Any]], other: list[dict[str, Any]], s
 
 def plot(runs: dict[str, dict[str, Any]], steps: int) -> str:
     """The losses of the first steps, and of all of them, as SVG text."""
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "draftloop"
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, panels = two_panels(4)
     for panel, last in ((panels[0], steps), (panels[1], None)):
         for number, (label, run) in enumerate(runs.items()):
             points = [p for p in run["curve"] if p["loss"] is not None and (last is None or p["step"] <= last)]
@@ -78,10 +73,7 @@ def plot(runs: dict[str, dict[str, Any]], steps: int) -> str:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("loss")
     panels[1].legend(fontsize=8)
-    figure.tight_layout()
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
+    return svg_text(figure)
 
 
 def table(runs: dict[str, dict[str, Any]], steps: int) -> str:

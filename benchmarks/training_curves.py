@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import io
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from references import write_json, write_text
+from svg_plot import svg_text, two_panels
 
 from drafters.checkpoint import read_provenance
 
@@ -47,12 +46,8 @@ AXES = {"minutes": ("minutes of training", 1.0), "tokens": ("response tokens see
 
 def plot(curves: dict[str, list[dict[str, Any]]], category: str, against: str) -> str:
     """Two panels as SVG text: all held-out rollouts, and those of the category."""
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "draftloop"  # the same curves give the same file
-    from matplotlib import pyplot
-
     axis, scale = AXES[against]
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    figure, panels = two_panels(4.2, sharey=True)
     for panel, key, title in ((panels[0], "tau", "all held-out rollouts"), (panels[1], f"tau_{category}", category)):
         for label, points in curves.items():
             known = [(p[against] * scale, p[key]) for p in points if p[key] is not None]
@@ -63,10 +58,7 @@ def plot(curves: dict[str, list[dict[str, Any]]], category: str, against: str) -
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("expected tau (chain)")
     panels[1].legend(fontsize=8)
-    figure.tight_layout()
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
+    return svg_text(figure)
 
 
 def table(curves: dict[str, list[dict[str, Any]]], category: str) -> str:
