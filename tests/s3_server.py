@@ -15,14 +15,20 @@ from pathlib import Path
 import s3fs
 
 KEY, SECRET, BUCKET = "testkey", "testsecret", "test"
+PORT_RANGE = range(20_000, 22_760)  # systems hand out ports from 32,768 on, Ray its workers' below 20,000
 START_S = 60.0  # it is usable after two seconds on an idle machine
 PORTS = ("master.port", "volume.port", "filer.port", "s3.port", "metricsPort")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free, and whose neighbours 10,000 above are too: the server's own protocol takes those."""
+    """Ports that are free, and whose neighbours 10,000 above are too: the server's own protocol takes those.
+
+    None of them is a port that the system hands out to others before the server starts.
+    """
     found: list[int] = []
-    for port in range(20_000 + os.getpid() % 20_000, 50_000):
+    start = 7 * os.getpid()  # test processes that begin together look in different places
+    for place in range(len(PORT_RANGE)):
+        port = PORT_RANGE[(start + place) % len(PORT_RANGE)]
         if len(found) == count:
             return found
         if all(_is_free(p) for p in (port, port + 10_000)):
@@ -70,16 +76,18 @@ class S3Server:
         program = self.program()
         assert program is not None
         options = [f"-{name}={port}" for name, port in self.ports.items()]
+        console = (logs / "console.txt").open("ab")
         self._process = subprocess.Popen(
             [
                 program, f"-logdir={logs}", "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
                 f"-s3.config={self.folder / 's3.json'}", f"-bucket={BUCKET}", "-webdav=false", "-admin.ui=false",
                 "-master.telemetry=false", *options,
             ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
             start_new_session=True,
         )  # fmt: skip
+        console.close()
         deadline = time.monotonic() + START_S
         while not self._takes_files():
             assert time.monotonic() < deadline, f"no S3 server after {START_S:.0f} s; its logs are in {logs}"
