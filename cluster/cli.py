@@ -190,7 +190,8 @@ def serve(
     """Answer OpenAI-style requests with the target and a drafter, until Ctrl-C."""
     with one_line_errors():
         from pipelines.ray_session import start_ray
-        from serving.colocated import ServeConfig, run_app, shutdown
+        from serving.serve_app import run_app, shutdown
+        from serving.serve_config import ServeConfig
 
         settings: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
         config = ServeConfig(

@@ -20,7 +20,8 @@ from pipelines.rollout_store import open_rollouts
 from pipelines.step_config import StepConfig
 from pipelines.train import train
 from pipelines.train_config import TrainConfig, TrainError
-from serving.colocated import ServeConfig, run_app, shutdown
+from serving.serve_app import run_app, shutdown
+from serving.serve_config import ServeConfig
 
 QUESTION = "A baker makes 12 trays of 8 rolls and sells 70 of them. How many rolls are left?"
 ANSWER_TOKENS = 128

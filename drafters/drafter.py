@@ -6,6 +6,7 @@ drafters that sample, the distribution they were drawn from). The engine knows a
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -67,6 +68,20 @@ def empty_reply(batch: int) -> DraftReply:
     return DraftReply(tokens_BK=torch.empty((batch, 0), dtype=torch.int64))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What became of one request to a drafter that is asked ahead."""
+
+    ticket: int
+    reply: DraftReply | None  # None: there are no drafts
+    error: str | None = None  # then why, in a word or two; what the drafter knows of the sequences is uncertain
+    seconds: float = 0.0  # that the drafter spent on it
+
+
+class DrafterAwayError(RuntimeError):
+    """The drafter cannot be asked now; the message is the reason in a word or two."""
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens. Implementations keep their own state per slot and drop it when the epoch changes."""
@@ -82,4 +97,20 @@ class Drafter(Protocol):
 
     def allocate(self, num_slots: int, max_len: int) -> None:
         """Make room for `num_slots` sequences of up to `max_len` tokens. Called once, before the first draft."""
+        ...
+
+
+@runtime_checkable
+class AwaitedDrafter(Drafter, Protocol):
+    """A drafter that works elsewhere, beside the target: it is asked, and its reply is fetched later or given up on."""
+
+    away: str | None  # why it cannot be asked at present, in a word or two; None: it can
+    events: Counter[str]  # what went wrong on the way to it, by kind
+
+    def ask(self, request: DraftRequest) -> int:
+        """Send a request without waiting and return its ticket. Raises DrafterAwayError."""
+        ...
+
+    def answers(self, timeout_s: float) -> list[Answer]:
+        """Answers that have come, one for each ticket at most; waits up to `timeout_s` seconds for the first."""
         ...

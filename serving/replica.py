@@ -1,32 +1,36 @@
 """The Serve deployment: one replica loads target and drafter into an engine and answers the OpenAI endpoints.
 
-`serving/colocated.py` configures and binds it. The drafter comes through `user_config` and can be swapped live.
+`serving/colocated.py` and `disaggregated.py` configure and bind it. The drafter comes through `user_config`, can be
+swapped live, and works in this process or in an actor of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 
-from drafters.checkpoint import read_provenance
+from drafters.checkpoint import read_config, read_provenance
 from drafters.drafter import Drafter
 from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import load_target
 from serving.chat_options import ChatTemplate, training_mismatch
+from serving.draft_link import RemoteDrafter
+from serving.drafter_actor import DrafterSettings
+from serving.drafter_supervisor import DrafterSupervisor
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.build import build_engine, load_drafter_for
 from serving.engine.engine import Engine, EngineConfig
 from serving.generation import ServedModel
 from serving.metrics import RequestMetrics
 from serving.openai_api import make_app
-
-if TYPE_CHECKING:
-    from serving.colocated import ServeConfig
+from serving.serve_config import Disaggregation, ServeConfig
 
 log = logging.getLogger(__name__)
 
@@ -60,24 +64,15 @@ class Replica:
         self._target = load_target(config.target)
         self._template = ChatTemplate(self._target, config.chat_options())
         self._template.check()
-        engine = build_engine(
-            self._target.path,
-            dtype=config.dtype,
-            backend=config.backend,
-            device=config.device,
-            num_slots=config.num_slots,
-            max_len=config.max_len,
-            drafter_path=local_checkpoint(config.drafter) if config.drafter else None,
-            target_layer_ids=config.target_layer_ids,
-            num_threads=config.threads,
-            cuda_graphs=config.cuda_graphs,
-            config=EngineConfig(
-                num_draft_tokens=config.num_draft_tokens,
-                tree_nodes=config.tree_nodes,
-                adapt_draft_length=config.adapt_draft_length,
-            ),
-        )
+        self._supervisor: DrafterSupervisor | None = None
+        engine = _engine_of(config, self._target.path)
         self._backend = engine.backend
+        if config.disaggregated is not None:
+            self._supervisor = _supervisor_of(config, engine)
+            if config.drafter:
+                remote = self._supervisor.load(config.drafter)
+                engine.set_drafter(remote)
+                self._supervisor.serve(remote, config.drafter)
         self._engine = AsyncEngine(engine, max_waiting=config.max_waiting, stall_timeout_s=config.stall_timeout_s)
         self.model = ServedModel(
             self._engine,
@@ -91,6 +86,8 @@ class Replica:
         if config.drafter:
             self._compare_prompts(config.drafter)
         self._report(engine.drafter_name, None)
+        if self._supervisor is not None:
+            self._supervisor.watch(self._drafter_is_back)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Swap the drafter between two rounds. Never raises, since Serve would kill the replica: it reports instead."""
@@ -111,15 +108,30 @@ class Replica:
         else:
             log.info("the drafter is now %s", wanted.drafter)
             self._serving = wanted
+            if self._supervisor is not None:
+                self._supervisor.serve(drafter if isinstance(drafter, RemoteDrafter) else None, wanted.drafter)
             self.model.metrics.swapped("done")
             self._report(name, None)
 
     def _load(self, path: str | None) -> Drafter | None:
         if path is None:
             return None
-        drafter = load_drafter_for(self._backend, local_checkpoint(path), self._target.path)
+        drafter: Drafter
+        if self._supervisor is not None:
+            drafter = self._supervisor.load(path)
+        else:
+            drafter = load_drafter_for(self._backend, local_checkpoint(path), self._target.path)
         self._compare_prompts(path)
         return drafter
+
+    def _drafter_is_back(self, drafter: RemoteDrafter) -> None:
+        """The supervisor has replaced the drafter's actor."""
+
+        def take_over(engine: Engine) -> None:
+            if engine.drafter is not None:  # else it was switched off meanwhile
+                engine.set_drafter(drafter)
+
+        self._engine.between_rounds(take_over).result(_SWAP_DEADLINE_S)
 
     def _compare_prompts(self, path: str) -> None:
         """Say it if the drafter was trained on other prompts than it will meet: it drafts worse, and nothing else."""
@@ -136,8 +148,55 @@ class Replica:
             raise RuntimeError(self._engine.refusal)
 
     def __del__(self) -> None:
-        if hasattr(self, "_engine"):
-            self._engine.close(_CLOSE_DEADLINE_S)
+        supervisor = getattr(self, "_supervisor", None)
+        if supervisor is not None:
+            supervisor.close()
+        ended = self._engine.close(_CLOSE_DEADLINE_S) if hasattr(self, "_engine") else True
+        if supervisor is not None and ended:
+            supervisor.link.close()
+
+
+def _engine_of(config: ServeConfig, target_path: Path) -> Engine:
+    """The engine, with its drafter if that is to work in this process."""
+    drafter_path, taps = None, list(config.target_layer_ids or ())
+    if config.drafter:
+        drafter_path = local_checkpoint(config.drafter)
+        taps += read_config(drafter_path).target_layer_ids
+    apart = config.disaggregated or Disaggregation()
+    return build_engine(
+        target_path,
+        dtype=config.dtype,
+        backend=config.backend,
+        device=config.device,
+        num_slots=config.num_slots,
+        max_len=config.max_len,
+        drafter_path=drafter_path if config.disaggregated is None else None,
+        target_layer_ids=taps,
+        num_threads=config.threads,
+        cuda_graphs=config.cuda_graphs,
+        config=EngineConfig(
+            num_draft_tokens=config.num_draft_tokens,
+            tree_nodes=config.tree_nodes,
+            adapt_draft_length=config.adapt_draft_length,
+            sampled_drafts=config.sampled_drafts,
+            keep_history=True,
+            draft_deadline_s=apart.draft_deadline_s,
+            overlap=apart.overlap,
+        ),
+    )
+
+
+def _supervisor_of(config: ServeConfig, engine: Engine) -> DrafterSupervisor:
+    assert config.disaggregated is not None
+    settings = DrafterSettings(
+        target=config.target,
+        dtype=config.dtype,
+        device=config.disaggregated.drafter_device or config.device,
+        threads=config.disaggregated.drafter_threads,
+        num_slots=engine.num_slots,
+        max_len=engine.max_len,
+    )
+    return DrafterSupervisor(config.disaggregated, settings, ray.util.get_node_ip_address())
 
 
 def _swap(engine: Engine, drafter: Drafter | None) -> str | None:

@@ -90,9 +90,16 @@ def build_engine(
 
 def load_drafter_for(rows: RowsBackend, drafter_path: Path, target_path: Path) -> Drafter:
     """A drafter on the backend's device in its dtype or, where it runs on native kernels, on those. CheckpointError."""
-    threads = rows.native_threads
+    return load_drafter(drafter_path, target_path, rows.dtype, rows.device, rows.native_threads)
+
+
+def load_drafter(
+    drafter_path: Path, target_path: Path, dtype: torch.dtype, device: torch.device, native_threads: int | None
+) -> Drafter:
+    """A drafter for a target that may be elsewhere, on native kernels or in torch on a device. CheckpointError."""
+    threads = native_threads
     if not threads:
-        return as_drafter(load_module(drafter_path, target_path, dtype=rows.dtype, device=rows.device))
+        return as_drafter(load_module(drafter_path, target_path, dtype=dtype, device=device))
     module = load_module(drafter_path, target_path)
     # bfloat16 beside a float32 target too: half the bytes, and what is only proposed need not be exact
     if isinstance(module, RecursiveHead):

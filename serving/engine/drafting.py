@@ -45,8 +45,18 @@ class EngineStats:
 class Drafting:
     """A drafter at work for one engine."""
 
-    def __init__(self, drafter: Drafter, backend: RowsBackend, *, most_drafts: int, trees: bool, adapt: bool):
-        self.drafter = drafter
+    def __init__(
+        self,
+        drafter: Drafter,
+        backend: RowsBackend,
+        *,
+        most_drafts: int,
+        trees: bool,
+        adapt: bool,
+        sampled: bool = True,
+    ):
+        self.drafter: Drafter = drafter
+        self._sampled = sampled  # False: drafters that could draw their drafts propose their likeliest ones
         self.columns = _feature_columns(backend, drafter) if drafter.target_layer_ids else None  # None: it taps nothing
         self._backend = backend
         drafter.allocate(backend.num_slots, backend.max_len)
@@ -55,6 +65,13 @@ class Drafting:
             self._chooser = DraftLengthChooser(
                 min(most_drafts, drafter.max_draft_tokens), equal_lengths=backend.wants_equal_runs, trees=trees
             )
+
+    def turn(self, plan: Plan) -> Plan:
+        """Who of those that decode takes part in this round: all."""
+        return plan
+
+    def ahead(self, running: list[Sequence], num_draft_tokens: int, tree_nodes: int, stats: EngineStats) -> None:
+        """What can be done for the next round when one is over: nothing, for a drafter in this process."""
 
     def draft(self, plan: Plan, num_draft_tokens: int, tree_nodes: int, stats: EngineStats) -> tuple[list[int], Drafts]:
         """How many drafts were asked of each decoding sequence, and the drafts to verify."""
@@ -70,7 +87,7 @@ class Drafting:
         catching_up = max(s.cached - s.observed for s in sequences)
         started = time.perf_counter()
         try:
-            reply = self.drafter.draft(draft_request(sequences, number, self.columns, tree_nodes))
+            reply = self.drafter.draft(draft_request(sequences, number, self.columns, tree_nodes, self._sampled))
             most = lengths if reply.parents_BK is None else [min(n, tree_nodes) for n in room]
             drafts = usable_drafts(reply, most, self._backend.vocab_size)
         except Exception as error:  # whatever the drafter does, the request goes on

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from drafters.drafter import Drafter
-from serving.engine.draft_length import PositionAcceptance
+from drafters.drafter import AwaitedDrafter, Drafter
+from serving.engine.awaited_drafting import AwaitedDrafting
 from serving.engine.drafting import Drafting, EngineStats
+from serving.engine.overlap import Overlap, OverlapChoice
 from serving.engine.round import Drafts, Outcome, assemble_rows, decide
 from serving.engine.rows import Move, RowsBackend
 from serving.engine.sampling import Sampling
@@ -38,6 +40,10 @@ class EngineConfig:
     tree_nodes: int = 0  # most nodes of a draft tree of depth num_draft_tokens, if the drafter makes trees; 0: chains
     adapt_draft_length: bool = False  # choose each sequence's number by cost, with num_draft_tokens as the most
     max_prefill_rows: int = 512  # prompt rows per pass, so that a long prompt does not stall running streams
+    sampled_drafts: bool = True  # False: drafters that sample propose their likeliest drafts, at any temperature
+    keep_history: bool = False  # keep running sequences' features (bfloat16), so that a new drafter drafts for them too
+    draft_deadline_s: float = 0.25  # a round waits so long for the drafts of a drafter elsewhere, then goes on plainly
+    overlap: Overlap = "auto"  # with a drafter elsewhere: rounds by halves, drafting and verifying at the same time
 
 
 class Engine:
@@ -132,6 +138,7 @@ class Engine:
             sampling=sampling,
             stop_ids=stops,
             keep_features=keep_features,
+            keep_history=self.config.keep_history and bool(self.target_layer_ids),
         )
         self._requests[request_id] = sequence
         self._scheduler.waiting.append(sequence)
@@ -154,6 +161,8 @@ class Engine:
         """One round for everybody: draft, verify, keep. Returns what each request gained."""
         finished, self._finished = self._finished, []
         plan = self._scheduler.plan()
+        if self._drafting:
+            plan = self._drafting.turn(plan)
         if not plan.decoding and not plan.prefilling:
             return finished
         batch = len(plan.decoding)
@@ -162,7 +171,7 @@ class Engine:
             asked, drafts = self._drafting.draft(plan, self.num_draft_tokens, self.tree_nodes, self.stats)
         started = time.perf_counter()
         members = plan.decoding + [s for s, _ in plan.prefilling]
-        wanted = any(s.keep_features or self._feeds_drafter(s) for s in members)
+        wanted = any(s.keeps_features or self._feeds_drafter(s) for s in members)
         rows = assemble_rows(plan, drafts, with_features=wanted)
         output = self.backend.forward(rows)
         outcomes = decide(plan, drafts, output)
@@ -173,7 +182,11 @@ class Engine:
             self._note_step(batch, drafts, time.perf_counter() - started)
         self.stats.passes += 1
         self.stats.rows += len(rows.ids_R)
-        return finished + self._commit(plan, asked, drafts, outcomes, output.features_RF)
+        progress = self._commit(plan, asked, drafts, outcomes, output.features_RF)
+        if self._drafting:
+            running = [s for _, s in sorted(self._scheduler.running.items())]
+            self._drafting.ahead(running, self.num_draft_tokens, self.tree_nodes, self.stats)
+        return finished + progress
 
     def run(
         self, requests: Iterable[tuple[str, Seq[int], Sampling]], *, keep_features: bool = False
@@ -218,18 +231,26 @@ class Engine:
     def set_drafter(self, drafter: Drafter | None) -> None:
         """Swap the drafter between rounds.
 
-        Running requests go on plainly if the new one needs features that they no longer have.
+        Running requests go on plainly if the new one needs features that were not kept.
         """
-        nodes, drafting = 0, None
-        if drafter:
-            nodes = min(self.config.tree_nodes, drafter.max_tree_nodes)
-            adapt = self.config.adapt_draft_length
-            drafting = Drafting(drafter, self.backend, most_drafts=self.num_draft_tokens, trees=nodes > 0, adapt=adapt)
+        nodes = min(self.config.tree_nodes, drafter.max_tree_nodes) if drafter else 0
+        drafting = self._drafting_with(drafter, nodes > 0) if drafter else None
         self._drafting, self.tree_nodes = drafting, nodes  # not before: a drafter that does not fit leaves the old one
         for sequence in self._scheduler.running.values():
-            sequence.observed, sequence.pending_features = 0, []
-            sequence.position_acceptance = PositionAcceptance()
-            sequence.draftable = self._columns() is None or sequence.cached == 0
+            sequence.forget_drafter(self._columns() is not None, self.backend.device)
+
+    def _drafting_with(self, drafter: Drafter, trees: bool) -> Drafting:
+        config = self.config
+        options: dict[str, Any] = {
+            "most_drafts": self.num_draft_tokens,
+            "trees": trees,
+            "adapt": config.adapt_draft_length,
+            "sampled": config.sampled_drafts,
+        }
+        if not isinstance(drafter, AwaitedDrafter):
+            return Drafting(drafter, self.backend, **options)
+        overlap = OverlapChoice(config.overlap)
+        return AwaitedDrafting(drafter, self.backend, deadline_s=config.draft_deadline_s, overlap=overlap, **options)
 
     def reset_stats(self) -> None:
         """Start counting anew, such as after a warm-up."""
@@ -286,7 +307,7 @@ class Engine:
             features = features_RF[row : row + len(kept)]
         else:
             features = features_RF[torch.tensor(kept, device=features_RF.device) + row]
-        if s.keep_features:
+        if s.keeps_features:
             s.kept_features.append(features.to("cpu", torch.bfloat16, copy=True))
         if feeds:
             s.pending_features.append(features.clone())

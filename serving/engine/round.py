@@ -42,6 +42,21 @@ class Drafts:
         tokens = [part[:n] for part, n in zip(self.tokens, counts, strict=True)]
         return Drafts(tokens, self.probs, first(self.parents), first(self.confidence))
 
+    def of(self, rows: list[int]) -> Drafts:
+        """Those of the sequences at `rows` alone."""
+        if rows == list(range(len(self.tokens))):
+            return self
+
+        def some(lists: list[list[Any]] | None) -> list[list[Any]] | None:
+            return None if lists is None else [lists[row] for row in rows]
+
+        probs = None
+        if self.probs is not None:
+            probs = SparseProbs(ids_BKC=self.probs.ids_BKC[rows], probs_BKC=self.probs.probs_BKC[rows])
+        offered = None if self.offered is None else [self.offered[row] for row in rows]
+        tokens = [self.tokens[row] for row in rows]
+        return Drafts(tokens, probs, some(self.parents), some(self.confidence), offered)
+
     def spread(self, places: list[int], batch: int) -> Drafts:
         """The same drafts for the sequences at `places` of a larger batch; the others get none."""
         if len(places) == batch:
@@ -89,9 +104,16 @@ class Outcome:
 
 
 def draft_request(
-    sequences: list[Sequence], num_draft_tokens: int, columns: slice | Tensor | None, tree_nodes: int = 0
+    sequences: list[Sequence],
+    num_draft_tokens: int,
+    columns: slice | Tensor | None,
+    tree_nodes: int = 0,
+    sampled: bool = True,
 ) -> DraftRequest:
-    """Collect the pairs that the drafter has not seen. `columns` picks the drafter's taps; None: it taps nothing."""
+    """Collect the pairs that the drafter has not seen. `columns` picks the drafter's taps; None: it taps nothing.
+
+    `sampled` False asks for the likeliest drafts at any temperature.
+    """
     counts = [s.cached - s.observed for s in sequences]
     tokens = [token for s in sequences for token in s.tokens[s.observed + 1 : s.cached + 1]]
     features = None
@@ -107,7 +129,7 @@ def draft_request(
         features_NF=features,
         num_draft_tokens=num_draft_tokens,
         tree_nodes=tree_nodes,
-        temperatures=[s.sampling.temperature for s in sequences],
+        temperatures=[s.sampling.temperature if sampled else 0.0 for s in sequences],
         seeds=[s.sampling.seed for s in sequences],
     )
 

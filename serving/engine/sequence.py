@@ -47,14 +47,15 @@ class Sequence:
     prompt_len: int
     sampling: Sampling
     stop_ids: frozenset[int]
-    keep_features: bool
+    keep_features: bool  # for the completion
+    keep_history: bool = False  # for the next drafter, should the one at work be replaced
     slot: int = -1
     epoch: int = 0
     cached: int = 0  # positions whose keys and values are in the slot and verified
     observed: int = 0  # pairs (features at p, token at p + 1) handed to the drafter
     draftable: bool = True  # False once the drafter has missed pairs that cannot be given again
     pending_features: list[Tensor] = field(default_factory=list)  # of positions observed..cached, for the drafter
-    kept_features: list[Tensor] = field(default_factory=list)  # of all positions, for the rollout
+    kept_features: list[Tensor] = field(default_factory=list)  # of all positions, for the rollout or the next drafter
     acceptance: Acceptance = field(default_factory=Acceptance)
     position_acceptance: PositionAcceptance = field(default_factory=PositionAcceptance)  # decayed, for the draft length
     finish_reason: FinishReason | None = None
@@ -63,6 +64,19 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether prompt tokens are still to be fed (the last one gives the first emitted token)."""
         return self.cached < self.prompt_len
+
+    @property
+    def keeps_features(self) -> bool:
+        return self.keep_features or self.keep_history
+
+    def forget_drafter(self, needs_features: bool, device: torch.device) -> None:
+        """Another drafter is to draft: it is told everything from the start, or nothing if that was not kept."""
+        self.observed, self.pending_features = 0, []
+        self.position_acceptance = PositionAcceptance()
+        complete = self.cached == sum(len(chunk) for chunk in self.kept_features)
+        if needs_features and complete:
+            self.pending_features = [chunk.to(device) for chunk in self.kept_features]
+        self.draftable = complete or not needs_features
 
     @property
     def emitted(self) -> list[int]:

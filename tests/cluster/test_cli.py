@@ -238,7 +238,7 @@ def test_options_of_drafting_have_the_stages_own_defaults():
     """They stand in the command line as figures, so that `--help` need not load the engine."""
     from cluster import cli
     from pipelines.evaluate import EvaluateConfig
-    from serving.colocated import ServeConfig
+    from serving.serve_config import ServeConfig
 
     for name in ("num_draft_tokens", "tree_nodes"):
         assert inspect.signature(cli.evaluate).parameters[name].default == EvaluateConfig(drafter="x").__dict__[name]

@@ -12,9 +12,10 @@ import openai
 import pytest
 
 from drafters.target import load_target
-from serving.colocated import ServeConfig, ServeError, build, run_app, shutdown
 from serving.engine.build import build_engine
 from serving.engine.sampling import Sampling
+from serving.serve_app import ServeError, build, run_app, shutdown
+from serving.serve_config import ServeConfig
 from tests.serving.test_replica import save_untrained_drafter
 from tests.toy_folder import save_toy_target
 

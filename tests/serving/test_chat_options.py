@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from drafters.target import Target, chat_template_hash, load_target
-from serving import colocated
+from serving import serve_app
 from serving.chat_options import ChatOptions, ChatOptionsError, ChatTemplate, training_mismatch
-from serving.colocated import ServeConfig
 from serving.prompt_encoding import PromptEncoder
 from serving.replica import Replica
+from serving.serve_config import ServeConfig
 from tests.serving.test_replica import save_untrained_drafter
 from tests.toy_folder import CHAT_TEMPLATE, save_toy_target
 
@@ -147,19 +147,19 @@ def test_the_replica_says_it_at_its_start_and_at_a_swap(tmp_path, toy_target_dir
 
 
 def test_serve_says_it_once_before_it_starts(tmp_path, toy_target_dir, caplog, monkeypatch):
-    monkeypatch.setattr(colocated.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(colocated.ray, "get_actor", lambda *_, **__: (_ for _ in ()).throw(ValueError("no such actor")))
-    monkeypatch.setattr(colocated, "_check_port", lambda *_: None)
+    monkeypatch.setattr(serve_app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve_app.ray, "get_actor", lambda *_, **__: (_ for _ in ()).throw(ValueError("no such actor")))
+    monkeypatch.setattr(serve_app, "_check_port", lambda *_: None)
     drafter = save_untrained_drafter(tmp_path / "drafter", toy_target_dir)
     provenance = json.loads((drafter / "provenance.json").read_text()) | {"chat_template_hash": "f" * 32}
     (drafter / "provenance.json").write_text(json.dumps(provenance))
     config = ServeConfig(target=str(toy_target_dir), drafter=str(drafter))
     with caplog.at_level(logging.WARNING, logger="serving.colocated"):
-        colocated._check(config)
+        serve_app._check(config)
     (said,) = [record.message for record in caplog.records]
     assert said.startswith(f"drafter {drafter} was trained with chat template {'f' * 32}; used with chat template ")
     assert "\n" not in said
-    with pytest.raises(colocated.ServeError, match="no variable enable_thinking"):
-        colocated._check(config.model_copy(update={"thinking": "on"}))
-    with pytest.raises(colocated.ServeError, match="cannot be read"):
-        colocated._check(config.model_copy(update={"chat_template": str(tmp_path / "none.jinja")}))
+    with pytest.raises(serve_app.ServeError, match="no variable enable_thinking"):
+        serve_app._check(config.model_copy(update={"thinking": "on"}))
+    with pytest.raises(serve_app.ServeError, match="cannot be read"):
+        serve_app._check(config.model_copy(update={"chat_template": str(tmp_path / "none.jinja")}))

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from drafters.checkpoint import CheckpointError, save_checkpoint
 from drafters.mtp import MtpConfig, make_mtp
 from drafters.target import load_target, target_fingerprint
-from serving.colocated import ServeConfig, build
+from serving.colocated import build
 from serving.engine.sampling import Sampling
 from serving.replica import Replica
+from serving.serve_config import ServeConfig
 
 ReplicaClass = Replica.__mro__[1]  # the class that Serve's ingress wraps
 DEADLINE_S = 60

@@ -1,0 +1,164 @@
+"""Keeps a replica's drafter actor alive: makes it, loads drafters into it, and replaces it when it dies or hangs.
+
+Whatever happens to it, the replica goes on without drafts: the engine is told by `away`, and by a new drafter later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from drafters.remote import first_line
+from serving.draft_link import DrafterInfo, DraftLink, RemoteDrafter
+from serving.drafter_actor import DrafterActor, DrafterSettings
+from serving.serve_config import Disaggregation
+
+log = logging.getLogger(__name__)
+
+_WATCH_EVERY_S = 0.5
+_PING_TIMEOUT_S = 2.0
+_LONGEST_PAUSE_S = 10.0  # between attempts to replace a drafter
+_CALLS_AT_ONCE = 4  # a ping is answered while a drafter is loaded
+_DRAFTER_BUNDLE = 1  # of the replica's placement group; the target's is 0
+
+
+class DrafterSupervisor:
+    """One replica's drafter actor. `on_drafter` gets the drafter that takes over after a replacement."""
+
+    def __init__(self, plan: Disaggregation, settings: DrafterSettings, host: str):
+        self._plan, self._settings = plan, settings
+        self.link = DraftLink(host)
+        self.restarts: Counter[str] = Counter()  # replaced actors, by reason
+        self._lock = threading.Lock()  # over the actor and what it serves: loads come from another thread
+        self._actor: Any = None
+        self._peer = b""
+        self._address: str | None = None  # of the drafter at work
+        self._drafter: RemoteDrafter | None = None
+        self._on_drafter: Callable[[RemoteDrafter], None] = lambda _: None
+        self._answered = 0.0  # when it last answered a ping
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def load(self, address: str) -> RemoteDrafter:
+        """A drafter that the actor has loaded and answers for. Raises CheckpointError, TargetError or RuntimeError."""
+        with self._lock:
+            if self._actor is None:
+                self._start_actor()
+            return self._load(address)
+
+    def serve(self, drafter: RemoteDrafter | None, address: str | None) -> None:
+        """This one is at work from now on, and after a replacement its address is loaded again."""
+        with self._lock:
+            self._drafter, self._address = drafter, address
+
+    def watch(self, on_drafter: Callable[[RemoteDrafter], None]) -> None:
+        """Start to watch the actor in a thread."""
+        self._on_drafter = on_drafter
+        self._thread = threading.Thread(target=self._watch, name="draftloop-supervisor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching and end the actor. The link is closed once the engine's thread has ended: by the caller."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=_PING_TIMEOUT_S + 5.0)
+        self._end_actor()
+
+    # -- the actor -----------------------------------------------------------------------------------------------------
+
+    def _start_actor(self) -> None:
+        plan = self._plan
+        self._peer = secrets.token_bytes(8).hex().encode()
+        strategy = None
+        group = ray.util.get_current_placement_group()
+        if group is not None:
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=_DRAFTER_BUNDLE)
+        gpu = 1 if self._settings.device.startswith("cuda") else 0
+        actor_class = ray.remote(DrafterActor).options(
+            num_cpus=plan.drafter_cpus,
+            num_gpus=gpu,
+            resources=plan.drafter_resources,
+            scheduling_strategy=strategy,
+            max_restarts=0,  # a new one gets a new key and a new session instead
+            max_concurrency=_CALLS_AT_ONCE,
+        )
+        self._actor = actor_class.remote(self.link.keys, self._peer, self._settings)
+        self._answered = time.monotonic()
+
+    def _load(self, address: str) -> RemoteDrafter:
+        session = secrets.token_hex(8)
+        try:
+            info: DrafterInfo = ray.get(self._actor.load.remote(session, address), timeout=self._plan.load_timeout_s)
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, ValueError) else RuntimeError(first_line(error)) from error
+        except GetTimeoutError:
+            raise RuntimeError(f"the drafter was not loaded within {self._plan.load_timeout_s:g} s") from None
+        except RayActorError as error:
+            raise RuntimeError(f"the drafter's process ended while it loaded: {first_line(error)}") from error
+        return RemoteDrafter(self.link, self._peer, session, info)
+
+    def _end_actor(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(actor, no_restart=True)
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        pause = _WATCH_EVERY_S
+        while not self._stopped.wait(pause):
+            pause = _WATCH_EVERY_S
+            try:
+                reason = self._trouble()
+                if reason is not None:
+                    self._replace(reason)
+            except Exception as error:
+                log.warning("the drafter is not back yet: %s", first_line(error))
+                pause = min(2 * pause + 1.0, _LONGEST_PAUSE_S)
+
+    def _trouble(self) -> str | None:
+        """Why the actor must be replaced; None if it is well or there is none."""
+        with self._lock:
+            actor, drafter = self._actor, self._drafter
+        if actor is None or (drafter is not None and drafter.peer != self._peer):
+            return "dead" if drafter is not None else None
+        try:
+            ray.get(actor.ping.remote(), timeout=_PING_TIMEOUT_S)
+            self._answered = time.monotonic()
+        except GetTimeoutError:
+            pass
+        except RayActorError:
+            return "dead"
+        silent_s = time.monotonic() - self._answered
+        unanswered_s = (drafter.oldest_ask() if drafter is not None else None) or 0.0
+        return "hung" if max(silent_s, unanswered_s) > self._plan.hang_timeout_s else None
+
+    def _replace(self, reason: str) -> None:
+        with self._lock:
+            if self._drafter is not None and self._drafter.away is None:
+                self._drafter.away = reason
+            if self._actor is not None:
+                log.warning("the drafter is %s and gets replaced", reason)
+                self.restarts[reason] += 1
+                self._end_actor()
+            if self._address is None:
+                return
+            self._start_actor()
+            try:
+                drafter = self._load(self._address)
+            except BaseException:
+                self._end_actor()
+                raise
+            self._drafter = drafter
+        self._on_drafter(drafter)

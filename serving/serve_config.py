@@ -1,0 +1,104 @@
+"""How a target is served: the keys of a Serve YAML's `args`, and what `draftloop serve` fills from its options."""
+# no `from __future__ import annotations`: Serve reads the class from `build`'s annotation to turn YAML into it
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from drafters.draft_tree import MAX_TREE_NODES
+from drafters.target_source import SMOLLM2_NAMES
+from serving.chat_options import ChatOptions, Thinking
+from serving.engine.drafting import MOST_TREE_NODES, TREE_DEPTH
+from serving.engine.overlap import Overlap
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Disaggregation(BaseModel):
+    """Target and drafter in bundles of their own: one placement group and one drafter actor for each replica."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"  # of the two bundles over nodes
+    target_resources: dict[str, float] = {}  # custom resources that the target's bundle takes
+    drafter_resources: dict[str, float] = {}  # and the drafter's
+    drafter_cpus: Annotated[float, Field(gt=0)] = 1.0  # logical CPUs that Ray sets aside for the drafter
+    drafter_threads: Positive | None = None  # threads of the drafter's kernels; None: torch's choice
+    drafter_device: str | None = None  # cpu, or cuda: one GPU for the drafter; None: like the target's
+    draft_deadline_s: Annotated[float, Field(gt=0)] = 0.25  # a round waits so long for its drafts, then goes on plainly
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 10.0  # a drafter that is silent for so long is replaced
+    load_timeout_s: Annotated[float, Field(gt=0)] = 300.0  # until a drafter must be loaded
+    overlap: Overlap = "auto"  # draft for one half of the batch while the target verifies the other
+
+
+class ServeConfig(BaseModel):
+    """How a target is served. The keys of a Serve YAML's `args` too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    target: str  # Hugging Face id, local folder or GGUF file
+    drafter: str | None = None  # folder of the drafter; None: decode plainly
+    model_name: str | None = None  # what clients ask for; None: the target's last path component
+    chat_template: str | None = None  # Jinja file in place of the target's own chat template
+    chat_template_text: str | None = None  # the same as text; `build` reads the file, so that replicas need none
+    system: str | None = None  # a system turn for chats that have none
+    thinking: Thinking = "default"  # handed to the chat template as enable_thinking
+    host: str = "127.0.0.1"  # give 0.0.0.0 to be reached from other machines
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    backend: str = "auto"  # forward passes: auto, torch or native
+    device: str = "cpu"  # cpu, or cuda: one GPU per replica
+    cuda_graphs: bool = False  # with cuda: capture decoding passes and replay them
+    num_slots: Positive = 8  # sequences decoded at once, per replica
+    max_len: Positive = 2048  # tokens of a sequence, prompt included; cut to the target's own context
+    max_waiting: Annotated[int, Field(ge=0)] = (
+        64  # requests that may wait for a slot, per replica; further ones get 503
+    )
+    num_draft_tokens: Annotated[int, Field(ge=0)] = TREE_DEPTH  # most drafts per round, or a tree's depth; 0: none
+    tree_nodes: Annotated[int, Field(ge=0, le=MAX_TREE_NODES)] = MOST_TREE_NODES  # most nodes of a tree; 0: chains
+    adapt_draft_length: bool = True  # choose each sequence's number by cost, so that drafting switches itself off
+    target_layer_ids: list[int] | None = None  # layers to tap beside the drafter's, for drafters swapped in later
+    disaggregated: Disaggregation | None = None  # None: target and drafter in one process
+    sampled_drafts: bool = False  # let drafters that can sample do it: a seed's tokens then depend on the drafter
+    num_replicas: Positive = 1
+    num_cpus: Annotated[float, Field(gt=0)] = 1.0  # logical CPUs that Ray sets aside per replica
+    threads: Positive | None = None  # torch threads per replica; None: torch's choice
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # until the first replica must answer
+    stall_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # longest wait of a request for its next token
+    drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # running requests may finish when a replica stops
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in the API."""
+        return self.model_name or Path(self.target).expanduser().resolve().name
+
+    @property
+    def placement(self) -> str:
+        """What metrics call it: colocated, or disaggregated."""
+        return "colocated" if self.disaggregated is None else "disaggregated"
+
+    def chat_options(self) -> ChatOptions:
+        """The options of the prompts, with the template's text. Raises ChatOptionsError."""
+        if self.chat_template_text is not None:
+            return ChatOptions(template=self.chat_template_text, system=self.system, thinking=self.thinking)
+        return ChatOptions.read(self.chat_template, self.system, self.thinking)
+
+    def for_replicas(self) -> "ServeConfig":
+        """As replicas get it, in folders and on nodes of their own: absolute paths, the chat template's text."""
+        changes: dict[str, str] = {
+            key: str(path.resolve())
+            for key in ("target", "drafter")
+            if (value := getattr(self, key)) is not None
+            and value.lower() not in SMOLLM2_NAMES  # names come before folders, as in resolve_target
+            and (path := Path(value).expanduser()).exists()
+        }
+        if self.chat_template is not None and self.chat_template_text is None:
+            changes["chat_template_text"] = self.chat_options().template or ""
+        return self.model_copy(update=changes)
+
+    @property
+    def base_url(self) -> str:
+        """Where an OpenAI client finds the endpoint on this machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
