@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -80,18 +81,15 @@ def test_an_answer_arrives_as_it_was_sent():
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    frames=st.lists(st.binary(max_size=40), max_size=7), whole=st.booleans(), at=st.integers(0, 5), cut=st.integers()
-)
-def test_frames_that_are_none_are_refused_and_nothing_else_happens(frames, whole, at, cut):
-    if whole:  # real ones with one frame replaced or cut
-        for real in (encode_request(SESSION, 1, request_of()), encode_answer(SESSION, 1, [7, 7], 0.0, _reply())):
-            damaged = list(real)
-            at_here = at % len(damaged)
-            damaged[at_here] = frames[0] if frames else damaged[at_here][: cut % (len(damaged[at_here]) + 1)]
-            _refuses_or_reads(damaged)
-    else:
-        _refuses_or_reads(frames)
+@given(frames=st.lists(st.binary(max_size=40), max_size=7), real=st.booleans(), at=st.integers(0, 5), cut=st.integers())
+def test_frames_that_are_none_are_refused_and_nothing_else_happens(frames, real, at, cut):
+    if not real:
+        return _refuses_or_reads(frames)
+    for whole in (encode_request(SESSION, 1, request_of()), encode_answer(SESSION, 1, [7, 7], 0.0, _reply())):
+        damaged = list(whole)  # one frame is replaced or cut
+        here = at % len(damaged)
+        damaged[here] = frames[0] if frames else damaged[here][: cut % (len(damaged[here]) + 1)]
+        _refuses_or_reads(damaged)
 
 
 def _reply() -> DraftReply:
@@ -100,10 +98,8 @@ def _reply() -> DraftReply:
 
 def _refuses_or_reads(frames: list[bytes]) -> None:
     for decode in (decode_request, decode_answer):
-        try:
+        with suppress(WireError):
             decode(frames)
-        except WireError as error:
-            assert "\n" not in str(error)[:40]
 
 
 # -- an engine and a drafter with a socket between them ----------------------------------------------------------------
@@ -188,6 +184,7 @@ class Troubled:
 
     def __init__(self, trouble):
         self.inner, self.trouble, self.requests = AlwaysRight(toy_model()), trouble, 0
+        self.engine: Engine | None = None
         for name in ("name", "target_layer_ids", "max_draft_tokens", "max_tree_nodes"):
             setattr(self, name, getattr(self.inner, name))
 
@@ -202,7 +199,9 @@ class Troubled:
 
 
 def slow(drafter: Troubled, request: DraftRequest) -> DraftReply:
-    time.sleep(0.4)
+    until = time.monotonic() + DEADLINE_S
+    while drafter.engine.stats.fallbacks.get("overdue", 0) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
     return drafter.inner.draft(request)
 
 
@@ -212,7 +211,8 @@ def broken(drafter: Troubled, request: DraftRequest) -> DraftReply:
 
 @pytest.mark.parametrize(("trouble", "reason"), [(slow, "deadline"), (broken, "drafter_error")])
 def test_a_slow_or_broken_drafter_changes_no_token(serve, trouble, reason):
-    engine = engine_with(serve(Troubled(trouble)), deadline_s=0.1)
+    drafter = Troubled(trouble)
+    engine = drafter.engine = engine_with(serve(drafter), deadline_s=1.0)
     assert answers_of(engine) == plain()
     assert engine.stats.fallbacks[reason] == 1
     more = engine.generate(PROMPTS, Sampling(max_new_tokens=20))
