@@ -49,6 +49,12 @@ class DrafterSupervisor:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def away(self) -> str | None:
+        """Why there are no drafts at present, in a word; None: there are, or none are wanted."""
+        drafter = self._drafter
+        return drafter.away if drafter is not None else None
+
     def load(self, address: str) -> RemoteDrafter:
         """A drafter that the actor has loaded and answers for. Raises CheckpointError, TargetError or RuntimeError."""
         with self._lock:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from drafters.acceptance import Acceptance
 from drafters.target import Target
@@ -59,9 +59,14 @@ class ServedModel:
         self.name = name
         self.max_len = max_len
         self.metrics = metrics
-        self.drafter: dict[str, str | None] = {"name": None, "path": None}  # what /v1/models reports
+        self.describe_drafter: Callable[[], dict[str, Any]] = lambda: {"name": None, "path": None}
         self.defaults = SamplingDefaults.of(target.generation_config)
         self._prompts = PromptEncoder(target, chat_options)
+
+    @property
+    def drafter(self) -> dict[str, Any]:
+        """What /v1/models reports of the drafter."""
+        return self.describe_drafter()
 
     async def chat_prompt(self, request: ChatRequest) -> list[int]:
         """Token ids of the messages in the target's chat template."""

@@ -85,7 +85,9 @@ class Replica:
         self._serving = LiveConfig(drafter=config.drafter)
         if config.drafter:
             self._compare_prompts(config.drafter)
-        self._report(engine.drafter_name, None)
+        self._drafter_name = engine.drafter_name
+        self._swap_refused: str | None = None
+        self.model.describe_drafter = self._describe_drafter
         if self._supervisor is not None:
             self._supervisor.watch(self._drafter_is_back)
 
@@ -104,14 +106,13 @@ class Replica:
             reason = " ".join(str(error).split()) or type(error).__name__
             log.error("the drafter was not swapped, %s stays: %s", self._serving.drafter, reason)
             self.model.metrics.swapped("refused")
-            self._report(self.model.drafter["name"], reason)
+            self._swap_refused = reason
         else:
             log.info("the drafter is now %s", wanted.drafter)
-            self._serving = wanted
+            self._serving, self._drafter_name, self._swap_refused = wanted, name, None
             if self._supervisor is not None:
                 self._supervisor.serve(drafter if isinstance(drafter, RemoteDrafter) else None, wanted.drafter)
             self.model.metrics.swapped("done")
-            self._report(name, None)
 
     def _load(self, path: str | None) -> Drafter | None:
         if path is None:
@@ -138,9 +139,16 @@ class Replica:
         if differs := training_mismatch(read_provenance(local_checkpoint(path)), self._template):
             log.warning("drafter %s was %s: fewer drafts may be accepted", path, differs)
 
-    def _report(self, name: str | None, refused: str | None) -> None:
+    def _describe_drafter(self) -> dict[str, Any]:
         """What `/v1/models` says about the drafter, and why the last swap was refused, if it was."""
-        self.model.drafter = {"name": name, "path": self._serving.drafter, "last_swap_refused": refused}
+        said: dict[str, Any] = {
+            "name": self._drafter_name,
+            "path": self._serving.drafter,
+            "last_swap_refused": self._swap_refused,
+        }
+        if self._supervisor is not None:
+            said |= {"away": self._supervisor.away, "restarts": dict(self._supervisor.restarts)}
+        return said
 
     async def check_health(self) -> None:
         """Serve restarts the replica if this raises."""
