@@ -132,6 +132,7 @@ class Engine:
             sampling=sampling,
             stop_ids=stops,
             keep_features=keep_features,
+            draftable=sampling.num_draft_tokens != 0,
         )
         self._requests[request_id] = sequence
         self._scheduler.waiting.append(sequence)
@@ -229,7 +230,8 @@ class Engine:
         for sequence in self._scheduler.running.values():
             sequence.observed, sequence.pending_features = 0, []
             sequence.position_acceptance = PositionAcceptance()
-            sequence.draftable = self._columns() is None or sequence.cached == 0
+            whole = self._columns() is None or sequence.cached == 0  # nothing that the new one reads is gone
+            sequence.draftable = whole and sequence.most_drafts > 0
 
     def reset_stats(self) -> None:
         """Start counting anew, such as after a warm-up."""
@@ -303,6 +305,8 @@ class Engine:
             request_id=s.request_id,
             token_ids=taken,
             num_accepted=min(outcome.num_accepted, len(taken)),
+            num_drafts=outcome.num_drafts,
+            logprobs=outcome.logprobs and outcome.logprobs[: len(taken)],
             completion=completion,
         )
 
