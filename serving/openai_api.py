@@ -127,7 +127,7 @@ async def _respond(
     prompt_param: str,
 ) -> Response:
     choices = model.choices(body, prompts, prompt_param)
-    every_token = body.stream and (body.include_tokens or body.num_logprobs is not None)
+    every_token = body.include_tokens or body.num_logprobs is not None
     pieces = model.answer(choices, body.stops, shape.id, every_token=every_token)
     if body.stream:
         # the first piece is pulled before the status goes out: whatever is refused is refused with its own status
