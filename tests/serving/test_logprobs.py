@@ -137,9 +137,8 @@ def answers(served: Served, path: str, body: dict) -> tuple[dict, list[dict]]:
 def stop_in(served: Served, prompt: list[int], num_tokens: int) -> list[str]:
     """A stop string of two characters somewhere in the target's answer."""
     text = served.text(served.expected(prompt, num_tokens))
-    return [
-        next(text[i : i + 2] for i in range(6, len(text)) if text[i : i + 2].isascii() and len(text[i : i + 2]) == 2)
-    ]
+    pairs = [text[i : i + 2] for i in range(6, len(text) - 1)]
+    return [next(pair for pair in pairs if pair.isascii())]
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -181,7 +180,7 @@ def test_completions_streamed_and_whole(served, stopped):
     text = whole.choices[0].text
     for token, offset in zip(found.tokens, found.text_offset, strict=True):
         if "\\x" not in token and offset < len(text):  # whole characters stand where they say
-            assert text[offset : offset + 1] == token
+            assert text[offset:].lstrip("\ufffd").startswith(token)  # bytes that are none are shown with the next
     for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert top[token] == logprob
         assert len(top) in (2, 3)  # its own beside the two most probable ones
@@ -203,9 +202,7 @@ def test_the_bytes_of_tokens_join_to_the_text(kind):
     for text in ("the cat, naïve €5 👍", " a  b", "日本語"):
         parts = [names.of(i) for i in tokenizer.encode(text).ids]
         joined = b"".join(parts).decode()
-        assert joined.removeprefix(" ") == text.removeprefix(
-            " "
-        )  # SentencePiece puts a space in front, if there is none
+        assert joined.removeprefix(" ") == text.removeprefix(" ")  # SentencePiece puts one in front
 
 
 def test_parts_of_characters_and_special_tokens_have_names():
