@@ -6,6 +6,7 @@ Used by `serving/generation.py` for every answer, streamed or not, so that both 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -93,12 +94,20 @@ class StopStrings:
         return held
 
 
+class ShownToken(NamedTuple):
+    """What one token brought to an answer."""
+
+    text: str  # what it added to the text to show
+    offset: int  # where in the answer its own text begins, which may be held back as the beginning of a stop string
+
+
 class Detokenizer:
     """Text of one answer. `num_tokens` counts the tokens that the answer consists of."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
         self._text = TextStream(tokenizer)
         self._stops = StopStrings(stops)
+        self._length = 0  # characters of all tokens' text, held back or not
         self.num_tokens = 0
 
     @property
@@ -107,16 +116,19 @@ class Detokenizer:
         return self._stops.matched is not None
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text to show for these tokens. Tokens past the one that completes a stop string are left out.
+        """The text to show for these tokens. Tokens past the one that completes a stop string are left out."""
+        return "".join(token.text for token in self.push_each(token_ids))
 
-        They are looked at one by one, so that an accepted block ends where plain decoding would have ended.
-        """
-        shown = ""
+    def push_each(self, token_ids: Iterable[int]) -> list[ShownToken]:
+        """As `push`, token by token, so that an accepted block ends where plain decoding would have ended."""
+        shown: list[ShownToken] = []
         for token_id in token_ids:
             if self.stopped:
                 break
             self.num_tokens += 1
-            shown += self._stops.push(self._text.push(token_id))
+            offset, text = self._length, self._text.push(token_id)
+            self._length += len(text)
+            shown.append(ShownToken(self._stops.push(text), offset))
         return shown
 
     def finish(self) -> str:

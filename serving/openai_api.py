@@ -11,54 +11,91 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from openai.types import Model
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from serving.answers import AnswerShape, ChatShape, TextShape
-from serving.api_schema import ApiError, ChatRequest, GenerationRequest, TextRequest, error_of_validation
+from serving.api_errors import ApiError, ErrorResponse
+from serving.api_response import ChatResponse, TextResponse
+from serving.api_schema import (
+    MAX_CHOICES,
+    ChatRequest,
+    GenerationRequest,
+    StreamOptions,
+    TextRequest,
+    error_of_request,
+)
 from serving.engine.async_engine import EngineError, QueueFullError
 from serving.engine.engine import RequestError
 from serving.generation import Piece, ServedModel
+from serving.json_body import JsonRoute
 from serving.metrics import CONTENT_TYPE, EngineSnapshot, engine_snapshot
+from serving.request_guards import BodyLimit, KeyGuard
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_S = 1
 _ENGINE_ANSWER_S = 5.0  # longest wait for the engine's counters
 _CLIENT_GONE = Response(status_code=499)  # nobody reads it
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": text}
+    for status, text in (
+        ("4XX", "The request cannot be taken; `param` names what is wrong."),
+        (503, "All places are taken, or the engine fails: send it again after Retry-After seconds."),
+    )
+}
 
 T = TypeVar("T")
 
 
 def make_app(get_model: Callable[[], ServedModel]) -> FastAPI:
-    """The app. `get_model` is asked with every request, since a replica builds its app before its model."""
-    app = FastAPI(title="Draftloop", description="OpenAI-compatible endpoint with lossless speculative decoding.")
-    app.add_middleware(_BodyLimit)
-    _add_error_handlers(app, get_model)
-    _add_information(app, get_model)
+    """The app. `get_model` is asked with every request, since a replica builds its app before its model.
 
-    @app.post("/v1/chat/completions")
+    Requests need one of the model's `api_keys`, if it has any.
+    """
+    app = FastAPI(
+        title="Draftloop",
+        description="OpenAI-compatible endpoint with lossless speculative decoding.",
+        redirect_slashes=False,  # an unknown path is an error in the envelope, not a detour
+    )
+
+    def refuse(error: ApiError) -> JSONResponse:
+        get_model().metrics.refused(error.status)
+        return _json(error.envelope(), error.status, error.headers)
+
+    app.add_middleware(BodyLimit, refused=refuse)
+    app.add_middleware(KeyGuard, get_keys=lambda: get_model().api_keys, refused=refuse)
+    _add_error_handlers(app, refuse)
+    _add_information(app, get_model)
+    _add_generation(app, get_model)
+    return app
+
+
+def _add_generation(app: FastAPI, get_model: Callable[[], ServedModel]) -> None:
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/v1/chat/completions", responses={200: {"model": ChatResponse}, **_ERRORS})
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         model = get_model()
-        _check_model(body.model, model)
-        shape = ChatShape(f"chatcmpl-{uuid.uuid4().hex}", model.name)
-        return await _respond(request, model, body, body.limit, shape, model.chat_prompt(body), "messages")
+        _check_takes(body, 1, model)
+        shape = ChatShape(f"chatcmpl-{uuid.uuid4().hex}", model.name, model.token_bytes)
+        return await _respond(request, model, body, shape, await model.chat_prompts(body), "messages")
 
-    @app.post("/v1/completions")
+    @router.post("/v1/completions", responses={200: {"model": TextResponse}, **_ERRORS})
     async def completions(body: TextRequest, request: Request) -> Response:
         model = get_model()
-        _check_model(body.model, model)
-        shape = TextShape(f"cmpl-{uuid.uuid4().hex}", model.name)
-        return await _respond(request, model, body, body.limit, shape, model.text_prompt(body), "prompt")
+        _check_takes(body, len(body.prompts), model)
+        shape = TextShape(f"cmpl-{uuid.uuid4().hex}", model.name, model.token_bytes)
+        return await _respond(request, model, body, shape, await model.text_prompts(body), "prompt")
 
-    return app
+    app.include_router(router)
 
 
 def _check_model(name: str, model: ServedModel) -> None:
@@ -68,39 +105,48 @@ def _check_model(name: str, model: ServedModel) -> None:
         )
 
 
+def _check_takes(body: GenerationRequest, num_prompts: int, model: ServedModel) -> None:
+    """What can be refused before anything is tokenised."""
+    _check_model(body.model, model)
+    asked, most = num_prompts * body.n, min(MAX_CHOICES, model.engine.max_in_flight)
+    if asked > most:
+        raise ApiError(
+            400,
+            f"{num_prompts} prompts * n {body.n} are {asked} choices; this server takes {most} in one request",
+            param="n" if num_prompts <= most else "prompt",
+            code="too_many_choices",
+        )
+
+
 async def _respond(
     request: Request,
     model: ServedModel,
     body: GenerationRequest,
-    limit: int | None,
     shape: AnswerShape,
-    encode: Coroutine[Any, Any, list[int]],
+    prompts: list[list[int]],
     prompt_param: str,
 ) -> Response:
-    prompt = await encode
-    sampling = model.sampling(body, limit, prompt, prompt_param)
-    pieces = model.answer(prompt, sampling, body.stops, shape.id)
+    choices = model.choices(body, prompts, prompt_param)
+    every_token = body.include_tokens or body.num_logprobs is not None
+    pieces = model.answer(choices, body.stops, shape.id, every_token=every_token)
     if body.stream:
         # the first piece is pulled before the status goes out: whatever is refused is refused with its own status
         first = await _unless_client_leaves(request, _with_status(anext(pieces), prompt_param))
         if first is None:
             return _CLIENT_GONE
-        return _EventStream(_events(first, pieces, shape, len(prompt), body.include_usage), pieces)
+        return _EventStream(_events(first, pieces, shape, body.stream_options or StreamOptions()), pieces)
     whole = await _unless_client_leaves(request, _with_status(_collect(pieces), prompt_param))
     if whole is None:
         return _CLIENT_GONE
-    return _json(shape.whole(whole, len(prompt)))
+    return _json(shape.whole(whole))
 
 
-async def _collect(pieces: AsyncIterator[Piece]) -> Piece:
-    text, end = "", None
-    async for piece in pieces:
-        text += piece.text
-        end = piece.end
-    return Piece(text, end)
+async def _collect(pieces: AsyncGenerator[Piece, None]) -> list[Piece]:
+    async with aclosing(pieces):
+        return [piece async for piece in pieces]
 
 
-async def _with_status(work: Any, prompt_param: str) -> Piece:
+async def _with_status(work: Any, prompt_param: str) -> Any:
     """The engine's errors as the statuses that a client understands."""
     try:
         return await work
@@ -130,14 +176,14 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _events(
-    first: Piece, rest: AsyncIterator[Piece], shape: AnswerShape, prompt_tokens: int, include_usage: bool
+    first: Piece, rest: AsyncIterator[Piece], shape: AnswerShape, options: StreamOptions
 ) -> AsyncGenerator[str, None]:
     """Server-sent events: chunks of text, the end, the usage if wanted, `[DONE]`."""
     try:
-        for chunk in shape.chunks(first, prompt_tokens, include_usage, first=True):
+        for chunk in shape.chunks(first, options):
             yield _event(chunk)
         async for piece in rest:
-            for chunk in shape.chunks(piece, prompt_tokens, include_usage):
+            for chunk in shape.chunks(piece, options):
                 yield _event(chunk)
     except EngineError as error:  # the status is out already: the client's library raises on this event
         yield _event(ApiError(500, str(error), code="engine_error").envelope())
@@ -167,59 +213,26 @@ def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | 
     return JSONResponse(content, status_code=status, headers=headers)
 
 
-class _BodyLimit:
-    """Refuses bodies that are too large, by their announced length or as they come."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-            error = _too_large()
-            return await _json(error.envelope(), error.status)(scope, receive, send)
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > MAX_BODY_BYTES:
-                raise _too_large()
-            return message
-
-        await self._app(scope, limited, send)
-
-
-def _too_large() -> ApiError:
-    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send a shorter prompt")
-
-
-def _add_error_handlers(app: FastAPI, get_model: Callable[[], ServedModel]) -> None:
+def _add_error_handlers(app: FastAPI, refuse: Callable[[ApiError], Response]) -> None:
     """Every error leaves in OpenAI's envelope."""
-
-    def answer(error: ApiError) -> Response:
-        get_model().metrics.refused(error.status)
-        return _json(error.envelope(), error.status, error.headers)
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return answer(error)
+        return refuse(error)
 
     async def validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return answer(error_of_validation(error.errors(), error.body))
+        return refuse(error_of_request(error, error.body))
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, ApiError):  # raised while FastAPI read the body
-            return answer(error.__cause__)
-        return answer(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+            return refuse(error.__cause__)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return refuse(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return answer(ApiError(500, f"internal error ({type(error).__name__}); the server's log says more"))
+        return refuse(ApiError(500, f"internal error ({type(error).__name__}); the server's log says more"))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, validation_error)
@@ -240,7 +253,7 @@ def _add_information(app: FastAPI, get_model: Callable[[], ServedModel]) -> None
     async def models() -> Response:
         return _json({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> Response:
         _check_model(name, get_model())
         return _json(card())

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -37,9 +37,18 @@ class QueueFullError(EngineError):
     """More requests wait than the engine was told to queue; the request may be sent again later."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """What `Engine.add` takes."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+
+
 @dataclass(eq=False)
 class _Listener:
-    """Where the progress of one request goes: a queue of the event loop that asked."""
+    """Where the progress of requests goes that somebody sent together: a queue of the event loop that asked."""
 
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[Progress | Exception] = field(default_factory=asyncio.Queue)
@@ -62,7 +71,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, *, max_waiting: int = 64, stall_timeout_s: float = 600.0):
         self._engine = engine
-        self._max_in_flight = engine.num_slots + max_waiting
+        self.max_in_flight = engine.num_slots + max_waiting  # more requests than that can never be taken together
         self._stall_timeout_s = (
             stall_timeout_s  # longest wait for a request's next token, its time in the queue included
         )
@@ -100,24 +109,42 @@ class AsyncEngine:
         Raises RequestError for a request that the engine cannot take, QueueFullError, and EngineError if the engine
         fails. Leaving the iteration early cancels the request.
         """
-        request_id = request_id or uuid.uuid4().hex
+        request = EngineRequest(request_id=request_id or uuid.uuid4().hex, prompt_ids=prompt_ids, sampling=sampling)
+        async with aclosing(self.stream_all([request])) as stream:
+            async for progress in stream:
+                yield progress
+
+    async def stream_all(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Progress, None]:
+        """Progress of several requests as it comes, until each has its completion.
+
+        They are taken together or refused together, and the first error ends them all: it raises what `stream` raises.
+        Leaving the iteration early cancels those that still run.
+        """
         listener = _Listener(asyncio.get_running_loop())
         self._submit(
-            _Command(run=lambda: self._add(request_id, prompt_ids, sampling, listener), call_off=listener.put), slots=1
+            _Command(run=lambda: self._add_all(requests, listener), call_off=listener.put), slots=len(requests)
         )
-        ended = False
+        running = {request.request_id for request in requests}
         try:
-            while not ended:
+            while running:
                 item = await self._next(listener)
-                ended = isinstance(item, Exception) or item.completion is not None
+                if isinstance(item, RequestError):  # none was added: an id may be that of somebody else's request
+                    self._leave(len(running))
+                    running.clear()
                 if isinstance(item, Exception):
                     raise item
+                if item.completion is not None:
+                    running.remove(item.request_id)
+                    self._leave(1)
                 yield item
         finally:
-            with self._lock:
-                self._in_flight -= 1
-            if not ended:
+            self._leave(len(running))
+            for request_id in running:
                 self.cancel(request_id)
+
+    def _leave(self, slots: int) -> None:
+        with self._lock:
+            self._in_flight -= slots
 
     async def _next(self, listener: _Listener) -> Progress | Exception:
         try:
@@ -161,8 +188,11 @@ class AsyncEngine:
         with self._lock:
             if self._refusal is not None and (slots or not self._thread.is_alive()):
                 raise EngineError(self._refusal)
-            if slots and self._in_flight >= self._max_in_flight:
-                raise QueueFullError(f"{self._in_flight} requests are being served or wait; send this one again later")
+            if slots and self._in_flight + slots > self.max_in_flight:
+                raise QueueFullError(
+                    f"{self._in_flight} requests are being served or wait and {slots} more do not fit; "
+                    "send it again later"
+                )
             self._in_flight += slots
             self._commands.put(command)
 
@@ -207,16 +237,21 @@ class AsyncEngine:
         for item in progress:
             self._deliver(item)
 
-    def _add(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling, listener: _Listener) -> None:
+    def _add_all(self, requests: Sequence[EngineRequest], listener: _Listener) -> None:
+        added: list[str] = []
         try:
-            self._engine.add(prompt_ids, sampling, request_id=request_id)
-        except RequestError as error:
-            listener.put(error)
+            for request in requests:
+                self._engine.add(request.prompt_ids, request.sampling, request_id=request.request_id)
+                added.append(request.request_id)
         except Exception as error:
-            log.exception("a request could not be added")
-            listener.put(EngineError(f"the request could not be added ({_first_line(error)})"))
+            for request_id in added:
+                self._engine.cancel(request_id)
+            if not isinstance(error, RequestError):
+                log.exception("a request could not be added")
+                error = EngineError(f"the request could not be added ({_first_line(error)})")
+            listener.put(error)
         else:
-            self._listeners[request_id] = listener
+            self._listeners |= dict.fromkeys(added, listener)
 
     def _deliver(self, progress: Progress) -> None:
         listener = self._listeners.get(progress.request_id)

@@ -141,9 +141,10 @@ class AwaitedDrafting(Drafting):
     ) -> None:
         """`plain_rows`: sequences that will decode beside these without drafts."""
         started = time.perf_counter()
-        room = [self._backend.max_len - 1 - s.cached for s in sequences]
-        lengths = self._choose_lengths(sequences, num_draft_tokens, plain_rows, stats)
+        room = [int(min(self._backend.max_len - 1 - s.cached, s.most_drafts)) for s in sequences]
+        lengths = self._choose_lengths(sequences, num_draft_tokens, plain_rows)
         lengths = [min(n, most) for n, most in zip(lengths, room, strict=True)]
+        stats.draft_lengths.update(lengths)
         if max(lengths, default=0) < 1:
             return
         request = draft_request(sequences, max(lengths), self.columns, tree_nodes, sampled=self._sampled)

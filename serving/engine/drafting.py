@@ -78,9 +78,10 @@ class Drafting:
         batch = len(plan.decoding)
         places = [i for i, s in enumerate(plan.decoding) if s.draftable]
         sequences = [plan.decoding[i] for i in places]
-        room = [self._backend.max_len - 1 - s.cached for s in sequences]
-        lengths = self._choose_lengths(sequences, num_draft_tokens, batch - len(places), stats) if places else []
+        room = [int(min(self._backend.max_len - 1 - s.cached, s.most_drafts)) for s in sequences]
+        lengths = self._choose_lengths(sequences, num_draft_tokens, batch - len(places)) if places else []
         lengths = [min(n, most) for n, most in zip(lengths, room, strict=True)]
+        stats.draft_lengths.update(lengths)
         number = max(lengths, default=0)
         if number < 1:
             return [0] * batch, Drafts.none(batch)
@@ -106,16 +107,13 @@ class Drafting:
             asked[place] = length
         return asked, drafts.spread(places, batch)
 
-    def _choose_lengths(
-        self, sequences: list[Sequence], num_draft_tokens: int, plain_rows: int, stats: EngineStats
-    ) -> list[int]:
+    def _choose_lengths(self, sequences: list[Sequence], num_draft_tokens: int, plain_rows: int) -> list[int]:
         """Drafts to ask for in this round, by sequence."""
         number = min(num_draft_tokens, self.drafter.max_draft_tokens)
         lengths = [number] * len(sequences)
         if self._chooser and number:
             self._chooser.max_draft_tokens = number
             lengths = self._chooser.choose([s.position_acceptance for s in sequences], plain_rows)
-        stats.draft_lengths.update(lengths)
         return lengths
 
     def _cut(self, drafts: Drafts, plain_rows: int, seconds: float) -> Drafts:

@@ -138,7 +138,8 @@ class Engine:
             sampling=sampling,
             stop_ids=stops,
             keep_features=keep_features,
-            keep_history=self.config.keep_history and bool(self.target_layer_ids),
+            keep_history=self.config.keep_history and bool(self.target_layer_ids) and sampling.num_draft_tokens != 0,
+            draftable=sampling.num_draft_tokens != 0,
         )
         self._requests[request_id] = sequence
         self._scheduler.waiting.append(sequence)
@@ -324,6 +325,8 @@ class Engine:
             request_id=s.request_id,
             token_ids=taken,
             num_accepted=min(outcome.num_accepted, len(taken)),
+            num_drafts=outcome.num_drafts,
+            logprobs=outcome.logprobs and outcome.logprobs[: len(taken)],
             completion=completion,
         )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters.drafter import DraftReply, DraftRequest, SparseProbs
+from serving.engine.logprobs import TokenLogprobs
 from serving.engine.rows import Rows, RowsOutput, Run, make_rows
 from serving.engine.scheduler import Plan
 from serving.engine.sequence import Sequence
@@ -97,6 +98,8 @@ class Outcome:
 
     path: list[int]  # accepted drafts, as places among the sequence's drafts; in a chain the first few
     new_tokens: list[int]  # accepted drafts, then the bonus token; empty while the prompt is being fed
+    num_drafts: int = 0  # drafts that were verified
+    logprobs: list[TokenLogprobs] | None = None  # of the new tokens, if the request wants them
 
     @property
     def num_accepted(self) -> int:
@@ -184,10 +187,10 @@ def decide(plan: Plan, drafts: Drafts, output: RowsOutput) -> list[Outcome]:
     all_drafts = drafts.spread(list(range(len(plan.decoding))), len(sequences))
     verify = Verification(sequences, all_drafts, output)
     paths, bonus = verify.trees() if drafts.parents is not None else verify.chains()
-    outcomes = [
-        Outcome(path, [*(tokens[j] for j in path), b])
-        for tokens, path, b in zip(all_drafts.tokens, paths, bonus, strict=True)
-    ]
+    outcomes = []
+    for i, (tokens, path, b) in enumerate(zip(all_drafts.tokens, paths, bonus, strict=True)):
+        new_tokens = [*(tokens[j] for j in path), b]
+        outcomes.append(Outcome(path, new_tokens, len(tokens), verify.logprobs(i, path, new_tokens)))
     first_tokens = iter(outcomes[len(plan.decoding) :])
     prefilled = [
         next(first_tokens) if s.cached + count == s.prompt_len else Outcome([], []) for s, count in plan.prefilling

@@ -19,6 +19,8 @@ class Sampling:
     seed: int = 0  # of the request's own random stream
     stop_token_ids: tuple[int, ...] = ()  # end the sequence, beside the target's own end-of-sequence tokens
     ignore_eos: bool = False  # go on past the target's end-of-sequence tokens (benchmarks)
+    logprobs: int | None = None  # log-probabilities of every token and of so many most probable ones; None: none
+    num_draft_tokens: int | None = None  # most drafts per round, of a tree all nodes; 0: no drafter; None: no own limit
 
     def __post_init__(self) -> None:
         for name, bad, mend in (
@@ -27,6 +29,8 @@ class Sampling:
             ("top_k", self.top_k < 0, "0 (off) or more"),
             ("top_p", not 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("seed", not -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("logprobs", (self.logprobs or 0) < 0, "0 or more"),
+            ("num_draft_tokens", (self.num_draft_tokens or 0) < 0, "0 or more"),
         ):
             if bad:
                 raise ValueError(f"{name} is {getattr(self, name)}; give {mend}")

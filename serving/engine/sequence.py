@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from drafters.acceptance import Acceptance
 from serving.engine.draft_length import PositionAcceptance
+from serving.engine.logprobs import TokenLogprobs
 from serving.engine.sampling import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Origin = Literal["draft", "bonus", "plain"]  # an accepted draft; the target's own token after drafts, or without any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,15 @@ class Progress:
     request_id: str
     token_ids: list[int]  # new tokens of this round
     num_accepted: int  # how many of them, from the left, were drafts
+    num_drafts: int = 0  # drafts that the round verified for this request
+    logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, if the request wants them
     completion: Completion | None = None  # set in the request's last progress
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Where each of the new tokens comes from."""
+        own: Origin = "bonus" if self.num_drafts else "plain"
+        return ["draft" if i < self.num_accepted else own for i in range(len(self.token_ids))]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -76,7 +87,12 @@ class Sequence:
         complete = self.cached == sum(len(chunk) for chunk in self.kept_features)
         if needs_features and complete:
             self.pending_features = [chunk.to(device) for chunk in self.kept_features]
-        self.draftable = complete or not needs_features
+        self.draftable = (complete or not needs_features) and self.most_drafts > 0
+
+    @property
+    def most_drafts(self) -> float:
+        """Drafts per round that the request allows; with none the drafter never hears of it."""
+        return math.inf if self.sampling.num_draft_tokens is None else self.sampling.num_draft_tokens
 
     @property
     def emitted(self) -> list[int]:
@@ -106,5 +122,5 @@ class Sequence:
             finish_reason=self.finish_reason or "error",
             acceptance=self.acceptance,
             features_TF=features,
-            drafter=drafter,
+            drafter=drafter if self.most_drafts else None,
         )

@@ -22,6 +22,7 @@ from drafters.verify import (
     verify_tree_sampled,
     verify_tree_tokens,
 )
+from serving.engine.logprobs import TokenLogprobs, token_logprobs
 from serving.engine.rows import RowsOutput
 from serving.engine.sampling import target_probs
 from serving.engine.sequence import Sequence
@@ -65,6 +66,14 @@ class Verification:
             verdict = verify_tree_tokens(self._target_tokens(), drafts_BK, parents_BK, self.counts_B)
         paths = [path[:n] for path, n in zip(verdict.path_BD.tolist(), verdict.accepted_B.tolist(), strict=True)]
         return paths, verdict.bonus_B.tolist()
+
+    def logprobs(self, b: int, path: list[int], new_tokens: list[int]) -> list[TokenLogprobs] | None:
+        """Of sequence b's new tokens, each from the row that gave it: the anchor's, then those of the accepted path."""
+        count = self.sequences[b].sampling.logprobs
+        if count is None:
+            return None
+        rows = torch.tensor([0, *(j + 1 for j in path)]) + int(self.rows_BJ[b, 0])
+        return token_logprobs(self.logits_NV[rows.to(self.logits_NV.device)], new_tokens, count)
 
     def _padded(self, lists: list[list[int]], filler: int) -> Tensor:
         width = self.width - 1

@@ -7,17 +7,9 @@ from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
 from drafters.acceptance import Acceptance
-from serving.api_schema import (
-    NEUTRAL,
-    OPENAI_PARAMETERS,
-    ApiError,
-    ChatRequest,
-    ChatResponse,
-    TextRequest,
-    error_of_validation,
-    metrics_of,
-    usage_of,
-)
+from serving.api_errors import ApiError
+from serving.api_response import ChatResponse, metrics_of, usage_of
+from serving.api_schema import NEUTRAL, OPENAI_PARAMETERS, ChatRequest, TextRequest, error_of_request
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
@@ -28,21 +20,34 @@ def refusal(model: type, body) -> ApiError:
         model.model_validate(body)
     if isinstance(caught.value, ApiError):
         return caught.value
-    return error_of_validation(caught.value.errors(), body)
+    return error_of_request(caught.value, body)
 
 
 def test_every_supported_parameter_is_taken():
     common = {
-        **{"temperature": 1, "top_p": 0.9, "top_k": 5, "seed": -3, "stop": ["a", "b"], "max_tokens": 7, "n": 1},
-        **{"stream": True, "stream_options": {"include_usage": True}, "user": "u", "store": False},
-        "metadata": {"a": "b"},
+        **{"temperature": 1, "top_p": 0.9, "top_k": 5, "seed": -3, "stop": ["a", "b"], "max_tokens": 7, "n": 4},
+        **{"stream": True, "stream_options": {"include_usage": True, "include_tokens": True}, "user": "u"},
+        **{"store": False, "metadata": {"a": "b"}, "num_draft_tokens": 0},
     }
-    chat = ChatRequest.model_validate(CHAT | common | {"max_completion_tokens": 3})
-    assert (chat.limit, chat.stops, chat.include_usage, chat.temperature) == (3, ["a", "b"], True, 1.0)
-    text = TextRequest.model_validate(TEXT | common | {"prompt": [1, 2], "stop": "x"})
-    assert (text.limit, text.stops, text.prompt) == (7, ["x"], [1, 2])
+    chat = ChatRequest.model_validate(CHAT | common | {"logprobs": True, "top_logprobs": 20})
+    assert (chat.limit, chat.stops, chat.include_usage, chat.include_tokens) == (7, ["a", "b"], True, True)
+    assert (chat.temperature, chat.n, chat.num_draft_tokens, chat.num_logprobs) == (1.0, 4, 0, 20)
+    text = TextRequest.model_validate(TEXT | common | {"stop": "x", "logprobs": 0})
+    assert (text.limit, text.stops, text.num_logprobs) == (7, ["x"], 0)
     assert TextRequest.model_validate(TEXT).limit == 16
-    assert ChatRequest.model_validate(CHAT).limit is None
+    assert TextRequest.model_validate(TEXT).num_logprobs is None
+    assert (ChatRequest.model_validate(CHAT).limit, ChatRequest.model_validate(CHAT).num_logprobs) == (None, None)
+    assert ChatRequest.model_validate(CHAT | {"logprobs": True}).num_logprobs == 0
+    newer = ChatRequest.model_validate(CHAT | {"max_completion_tokens": 3, "max_tokens": 3})
+    assert (newer.limit, newer.limit_name) == (3, "max_completion_tokens")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
+)
+def test_a_prompt_alone_and_prompts_in_a_list(prompt, prompts):
+    assert TextRequest.model_validate(TEXT | {"prompt": prompt}).prompts == prompts
 
 
 def test_messages_as_strings_or_parts():
@@ -88,7 +93,13 @@ def test_what_is_not_supported_is_refused_by_name(name):
     ("change", "param"),
     [
         ({"temprature": 1}, "temprature"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -107,6 +118,7 @@ def test_what_is_not_supported_is_refused_by_name(name):
         ({"frequency_penalty": False}, "frequency_penalty"),
         ({"logprobs": 0}, "logprobs"),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": dict.fromkeys("abcdefghijklmnopq", "x")}, "metadata"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": None}, "messages"),
@@ -131,9 +143,27 @@ def test_bad_values_are_refused_by_name(change, param):
     assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("prompt", ["", [], [-1], [1.5], ["a", "b"], [[1], [2]], {"a": 1}])
-def test_bad_prompts_are_refused(prompt):
-    assert refusal(TextRequest, TEXT | {"prompt": prompt}).param.startswith("prompt")
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        *[("", "prompt"), ([], "prompt"), ({"a": 1}, "prompt"), (1, "prompt"), ([-1], "prompt[0]")],
+        *[([1, 1.5], "prompt[1]"), (["a", ""], "prompt[1]"), (["a", 1], "prompt[1]"), ([[1], []], "prompt[1]")],
+        *[([[1], [2, True]], "prompt[1][1]"), ([None], "prompt[0]"), (["\ud800"], "prompt[0]")],
+    ],
+)
+def test_bad_prompts_are_refused(prompt, param):
+    assert refusal(TextRequest, TEXT | {"prompt": prompt}).param == param
+
+
+def test_of_a_million_bad_items_the_first_is_described():
+    for model, body in (
+        (TextRequest, TEXT | {"prompt": [-1] * 10**6}),
+        (ChatRequest, CHAT | {"messages": [1] * 10**6}),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate(body)
+        assert caught.value.error_count() == 1
+    assert refusal(TextRequest, TEXT | {"logprobs": 6}).param == "logprobs"
 
 
 def test_an_unknown_name_gets_a_hint():

@@ -4,63 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Iterator
 
-import httpx
 import openai
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from drafters.target import load_model, load_target
-from serving.api_schema import OPENAI_PARAMETERS
-from serving.engine.async_engine import AsyncEngine
-from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
 from serving.engine.sampling_defaults import SamplingDefaults
-from serving.engine.torch_rows import TorchRows
-from serving.generation import ServedModel
-from serving.metrics import RequestMetrics
-from serving.openai_api import MAX_BODY_BYTES, make_app
-from tests.toy_target import AlwaysRight
+from serving.request_guards import MAX_BODY_BYTES
+from tests.toy_endpoint import CHAT, TEXT, Served, chat_ids, post, raw_request, run, until
 
-DEADLINE_S = 60
-CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 24}
 LONG = [{"role": "user", "content": "x" * 999}]
-TEXT = {"model": "toy", "prompt": "hello", "temperature": 0, "max_tokens": 24}
-
-
-class Served:
-    """A toy model behind the app."""
-
-    def __init__(self, folder, num_slots: int = 2, max_waiting: int = 8, drafted: bool = True):
-        self.target = load_target(str(folder))
-        rows, alone = (
-            TorchRows(load_model(self.target.path, torch.float32), num_slots=n, max_len=256) for n in (num_slots, 1)
-        )
-        drafter = AlwaysRight(load_model(self.target.path, torch.float32)) if drafted else None
-        eos = self.target.eos_token_ids
-        self.inner = Engine(rows, drafter, config=EngineConfig(num_draft_tokens=3), eos_token_ids=eos)
-        self.plain = Engine(alone, eos_token_ids=eos)
-        self.engine = AsyncEngine(self.inner, max_waiting=max_waiting)
-        self.model = ServedModel(
-            self.engine, self.target, name="toy", max_len=self.inner.max_len, metrics=RequestMetrics("toy")
-        )
-        self.app = make_app(lambda: self.model)
-
-    def http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://toy", timeout=DEADLINE_S)
-
-    def client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url="http://toy/v1", api_key="none", http_client=self.http(), max_retries=0)
-
-    def expected(self, prompt_ids: list[int], max_new_tokens: int = 24) -> list[int]:
-        return self.plain.generate([prompt_ids], Sampling(max_new_tokens=max_new_tokens))[0].token_ids
-
-    def text(self, ids: list[int]) -> str:
-        return self.target.tokenizer.decode(ids, skip_special_tokens=True).removesuffix("\ufffd")
 
 
 @pytest.fixture(scope="module")
@@ -70,28 +24,6 @@ def served(toy_target_dir) -> Iterator[Served]:
     assert made.inner.free_slots == made.inner.num_slots
     assert made.engine.num_in_flight == 0
     assert made.engine.close(deadline_s=0)
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, DEADLINE_S))
-
-
-async def until(condition) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-def post(served: Served, path: str, body, **options) -> httpx.Response:
-    async def main():
-        async with served.http() as http:
-            sent = {"json": body} if not isinstance(body, (str, bytes)) else {"content": body}
-            return await http.post(path, **sent, **options)
-
-    return run(main())
-
-
-def chat_ids(served: Served, messages=CHAT["messages"]) -> list[int]:
-    return served.target.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
 def test_chat_equals_plain_decoding_and_carries_usage_and_acceptance(served):
@@ -233,7 +165,7 @@ def test_a_body_that_grows_too_large_is_refused(served):
 
 def test_the_clients_exceptions_carry_the_parameter(served):
     with pytest.raises(openai.BadRequestError) as caught:
-        run(served.client().chat.completions.create(**CHAT, n=2))
+        run(served.client().chat.completions.create(**CHAT, n=0))
     assert caught.value.param == "n"
 
 
@@ -271,67 +203,9 @@ def test_defaults_come_from_the_generation_config(served):
     assert len(set(without_seed)) > 1  # temperature 1, and a stream of random numbers of its own each time
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": JSON})
-LIKELY = {
-    "temperature": st.floats(0, 2), "top_p": st.floats(0.01, 1), "top_k": st.integers(-1, 9), "seed": st.integers(),
-    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3), "stream": st.booleans(),
-    "messages": st.lists(MESSAGE, max_size=3),
-    "prompt": st.text(max_size=9) | st.lists(st.integers(-1, 300), max_size=9), "max_tokens": st.integers(-1, 5),
-}  # fmt: skip
-NAMES = [*sorted(OPENAI_PARAMETERS - {"model"}), "top_k", "other"]
-BODIES = st.fixed_dictionaries(
-    {"model": st.just("toy")}, optional={name: LIKELY.get(name, JSON) | JSON for name in NAMES}
-)
-
-
-@given(path=st.sampled_from(["chat/completions", "completions"]), body=BODIES, valid=st.booleans())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_body_whatever_makes_the_server_fail_or_hang(served, path, body, valid):
-    if valid:  # else hardly any body has what is required
-        body = {"messages": CHAT["messages"]} | body if path.startswith("chat") else {"prompt": "x"} | body
-        body = {k: v for k, v in body.items() if k in LIKELY or k == "model"}
-        body.pop("prompt" if path.startswith("chat") else "messages", None)
-    if body.get("max_tokens") is None:
-        body["max_tokens"] = 2
-    response = post(served, f"/v1/{path}", json.dumps(body), headers={"Content-Type": "application/json"})
-    assert response.status_code in (200, 400, 404), response.text
-    if response.status_code != 200:
-        assert response.json()["error"]["message"]
-
-
-async def raw_request(app, body: dict, hang_up_after: int, received: list[bytes]) -> None:
-    """An ASGI request whose client hangs up once it has so many body messages."""
-    gone, sent = asyncio.Event(), False
-    if hang_up_after == 0:
-        asyncio.get_running_loop().call_later(0.2, gone.set)
-
-    async def receive():
-        nonlocal sent
-        if not sent:
-            sent = True
-            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        if message["type"] == "http.response.body":
-            received.append(message.get("body", b""))
-            if len(received) == hang_up_after:
-                gone.set()
-
-    headers = [(b"content-type", b"application/json"), (b"host", b"toy")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
-    await app(scope | {"scheme": "http", "http_version": "1.1", "asgi": {"version": "3.0"}}, receive, send)
-
-
 @pytest.mark.parametrize(("stream", "hang_up_after"), [(True, 3), (True, 0), (False, 0)])
 def test_a_client_that_leaves_frees_the_slot(toy_target_dir, stream, hang_up_after):
-    served = Served(toy_target_dir, num_slots=1, drafted=False)
+    served = Served(toy_target_dir, num_slots=1, make_drafter=None)
 
     async def main():
         received: list[bytes] = []
