@@ -6,6 +6,7 @@ Chunks are only time-stamped while they come and parsed afterwards: the client s
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ def parsed(lines: Sequence[tuple[float, str]], total_s: float) -> Streamed:
         accepted=spec["num_accepted_draft_tokens"],
         first_s=stamps[0],
         total_s=total_s,
-        longest_gap_s=max((b - a for a, b in zip(stamps, stamps[1:], strict=False)), default=0.0),
+        longest_gap_s=max((b - a for a, b in itertools.pairwise(stamps)), default=0.0),
     )
 
 

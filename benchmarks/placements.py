@@ -208,7 +208,9 @@ def parts(args: argparse.Namespace, batch: int) -> dict[str, float]:
     engine.reset_stats()
     engine.generate(prompts, Sampling(max_new_tokens=32))
     base = engine.stats.timings.t_base(batch)
-    assert draft is not None and base is not None and tau is not None
+    assert draft is not None
+    assert base is not None
+    assert tau is not None
     return {
         "tau": tau,
         "base": base,
@@ -254,17 +256,18 @@ def main() -> None:
         found = measure(args, start_apps(args))
     date = datetime.date.today().isoformat()
     where = "two local nodes (STRICT_SPREAD)" if args.nodes > 1 else "one node"
+    few = max(1, args.limit // 3)
     note = (
-        f"{args.target}, {args.dtype}, greedy, {args.limit} prompts of {args.prompts} ({max(1, args.limit // 3)} one at a "
-        f"time), {args.tokens} new tokens at most, {args.runs} runs in turns, streams over HTTP through Ray Serve, target "
-        f"and drafter apart on {where}, {os.cpu_count()} cores in all for targets, drafters, proxy and client. In float32 "
+        f"{args.target}, {args.dtype}, greedy, {args.limit} prompts of {args.prompts} ({few} one at a time), "
+        f"{args.tokens} new tokens at most, {args.runs} runs in turns, streams over HTTP through Ray Serve, target and "
+        f"drafter apart on {where}, {os.cpu_count()} cores in all for targets, drafters, proxy and client. In float32 "
         "all answers of a run were equal."
     )
     lines = [f"# Placements, {date}", "", note, "", *table(found), "", "## What two devices would do", ""]
     lines += [
-        "From the engine alone (trees of 7, one process, both cores) and the link (both ends on this machine, encrypted): "
-        "tokens/s = batch * tau / time of a round. One device: T_draft + T_verify; two in alternation: the round trip "
-        "more; two by halves: 2 * max(T_verify, T_draft + round trip) of half the batch.",
+        "From the engine alone (trees of 7, one process, both cores) and the link (both ends on this machine, "
+        "encrypted): tokens/s = batch * tau / time of a round. One device: T_draft + T_verify; two in alternation: the "
+        "round trip more; two by halves: 2 * max(T_verify, T_draft + round trip) of half the batch.",
         "",
         *predicted,
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -16,22 +15,12 @@ from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors
 
+from benchmarks.serve_cluster import free_port, quick_to_notice_deaths
 from pipelines.rollout_store import open_rollouts
 
 pytestmark = pytest.mark.ray
 
 DEADLINE_S = 240.0
-FAST_DEATH = {  # a node's death is noticed within seconds
-    "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_failure_threshold": "4",
-}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Jobs:
@@ -85,10 +74,7 @@ class Jobs:
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in FAST_DEATH.items():
-            patch.setenv(name, value)
-        patch.delenv("RAY_ADDRESS", raising=False)
+    with quick_to_notice_deaths():
         jobs = Jobs()
         yield jobs
         jobs.cluster.shutdown()

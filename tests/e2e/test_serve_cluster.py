@@ -5,15 +5,11 @@ Every answer of every request is compared with plain decoding in this process: t
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +17,12 @@ from typing import Any
 
 import openai
 import pytest
-import yaml
-from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
+from benchmarks.serve_cluster import ServeCluster, quick_to_notice_deaths, wait
 from drafters.target import load_target
 from serving.engine.build import build_engine
 from serving.engine.sampling import Sampling
-from tests.e2e.test_jobs import FAST_DEATH, free_port
 from tests.serving.test_replica import save_untrained_drafter
 from tests.toy_folder import save_toy_target
 
@@ -42,31 +36,17 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-class Endpoint:
-    """A head, a node for targets and one for drafters; the app on them, from a YAML file."""
+class Endpoint(ServeCluster):
+    """With a toy target, and clients that know what it should say."""
 
     def __init__(self, folder: Path):
-        self.folder, port = folder, free_port()
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 1,
-                "include_dashboard": True,
-                "dashboard_port": port,
-                "dashboard_agent_listen_port": free_port(),
-            },
-        )
-        self.cluster.add_node(num_cpus=2, resources={"target_node": 1})
-        self.drafter_node = self.add_drafter_node()
-        self.cluster.wait_for_nodes(timeout=60)
-        self.address, self.port = f"http://127.0.0.1:{port}", free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}/v1"
         self.target = save_toy_target(folder / "apart", max_position_embeddings=2048, eos_token_id=None)
         self.first = save_untrained_drafter(folder / "first", self.target)
+        args = {"num_slots": 4, "max_len": 1024, "threads": 1, "adapt_draft_length": False}
+        limits = {"draft_deadline_s": 0.5, "hang_timeout_s": 3.0}
+        paths = {"target": str(self.target), "drafter": str(self.first)}
+        super().__init__(folder, paths | args | {"disaggregated": limits})
         self.expected = self._plain()
-
-    def add_drafter_node(self) -> Any:
-        return self.cluster.add_node(num_cpus=2, resources={"drafter_node": 1})
 
     def _plain(self) -> list[str]:
         target = load_target(str(self.target))
@@ -77,52 +57,6 @@ class Endpoint:
             for request in REQUESTS
         ]
         return [target.tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd") for ids in tokens]
-
-    def deploy(self, drafter: str) -> None:
-        """As an operator does: the file's `user_config` names the drafter to serve, its `args` never change."""
-        application = {
-            "name": "draftloop",
-            "import_path": "serving.disaggregated:build",
-            "route_prefix": "/",
-            "runtime_env": {"env_vars": {"PYTHONPATH": os.getcwd()}},
-            "args": {
-                "target": str(self.target),
-                "drafter": str(self.first),
-                "num_slots": 4,
-                "max_len": 1024,
-                "threads": 1,
-                "adapt_draft_length": False,
-                "disaggregated": {
-                    "strategy": "STRICT_SPREAD",
-                    "target_resources": {"target_node": 1},
-                    "drafter_resources": {"drafter_node": 1},
-                    "draft_deadline_s": 0.5,
-                    "hang_timeout_s": 3.0,
-                },
-            },
-            "deployments": [{"name": "Replica", "user_config": {"drafter": drafter}}],
-        }
-        file = self.folder / "serve.yaml"
-        file.write_text(
-            yaml.safe_dump(
-                {
-                    "proxy_location": "HeadOnly",
-                    "http_options": {"host": "127.0.0.1", "port": self.port},
-                    "applications": [application],
-                }
-            )
-        )
-        command = [sys.executable, "-m", "ray.serve.scripts", "deploy", str(file), "--address", self.address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def card(self) -> dict[str, Any]:
-        """What the endpoint says of its drafter; nothing before it answers."""
-        try:
-            with urllib.request.urlopen(self.base_url + "/models", timeout=10) as answer:
-                return dict(json.load(answer)["data"][0]["metadata"]["drafter"])
-        except OSError:
-            return {}
 
     def ask(self, number: int) -> tuple[str, dict[str, Any], float]:
         """The text, how drafting went, and the longest gap between two chunks in seconds."""
@@ -165,30 +99,15 @@ class Endpoint:
     def drafts(self) -> bool:
         return self.ask(0)[1]["rounds"] > 0
 
-    def drafter_pid(self) -> int:
-        actors = list_actors(self.address, filters=[("class_name", "=", "DrafterActor"), ("state", "=", "ALIVE")])
-        assert len(actors) == 1, actors
-        return int(actors[0].pid)
-
-
-def wait(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
-
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in FAST_DEATH.items():
-            patch.setenv(name, value)
-        patch.delenv("RAY_ADDRESS", raising=False)
+    with quick_to_notice_deaths():
         endpoint = Endpoint(tmp_path_factory.mktemp("endpoint"))
         endpoint.deploy(str(endpoint.first))
         wait(endpoint.card, "the endpoint does not answer")
         yield endpoint
-        endpoint.cluster.shutdown()
+        endpoint.close()
 
 
 def test_on_two_nodes_they_give_the_tokens_of_one_process(endpoint: Endpoint):
@@ -221,7 +140,7 @@ def test_a_swap_leaves_streams_as_they_are_and_a_bad_one_is_refused(endpoint: En
 
 @pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGSTOP], [signal.SIGSTOP, signal.SIGCONT]])
 def test_a_drafter_that_dies_or_hangs_costs_drafts_and_no_token(endpoint: Endpoint, signals: list[signal.Signals]):
-    pid, replaced = endpoint.drafter_pid(), sum(endpoint.card()["restarts"].values())
+    (pid,), replaced = endpoint.pids("DrafterActor"), sum(endpoint.card()["restarts"].values())
     with endpoint.traffic():
         os.kill(pid, signals[0])
         for further in signals[1:]:
@@ -230,7 +149,7 @@ def test_a_drafter_that_dies_or_hangs_costs_drafts_and_no_token(endpoint: Endpoi
     if len(signals) == 1:
         wait(lambda: sum(endpoint.card()["restarts"].values()) > replaced, "the drafter was not replaced")
     wait(lambda: endpoint.card()["away"] is None and endpoint.drafts(), "it does not draft again")
-    assert (endpoint.drafter_pid() == pid) == (len(signals) == 2)
+    assert (endpoint.pids("DrafterActor") == [pid]) == (len(signals) == 2)
 
 
 def test_the_drafters_node_goes_and_another_one_comes(endpoint: Endpoint):
