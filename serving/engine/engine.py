@@ -12,32 +12,24 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 
 from drafters.drafter import Drafter
 from serving.engine.draft_length import PositionAcceptance
 from serving.engine.drafting import Drafting, EngineStats
-from serving.engine.round import Drafts, Outcome, assemble_rows, decide
-from serving.engine.rows import Move, RowsBackend
+from serving.engine.engine_config import EngineConfig
+from serving.engine.prefill_budget import PrefillBudget
+from serving.engine.round import Drafts, Outcome, accepted_entries, assemble_rows, decide
+from serving.engine.rows import RowsBackend
 from serving.engine.sampling import Sampling
 from serving.engine.scheduler import Plan, Scheduler
 from serving.engine.sequence import Completion, Progress, Sequence
+from serving.engine.slot_memory import FeatureUse, SlotMemory
 
 
 class RequestError(ValueError):
     """A request that the engine cannot take; the message names the mend."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How the engine runs its rounds."""
-
-    num_draft_tokens: int = 4  # drafts per round, cut to what the drafter can do; 0 switches drafting off
-    tree_nodes: int = 0  # most nodes of a draft tree of depth num_draft_tokens, if the drafter makes trees; 0: chains
-    adapt_draft_length: bool = False  # choose each sequence's number by cost, with num_draft_tokens as the most
-    max_prefill_rows: int = 512  # prompt rows per pass, so that a long prompt does not stall running streams
 
 
 class Engine:
@@ -57,7 +49,11 @@ class Engine:
         self.stats = EngineStats()
         self.num_draft_tokens = self.config.num_draft_tokens
         self.tree_nodes = 0
-        self._scheduler = Scheduler(backend.num_slots, self.config.max_prefill_rows)
+        self._memory = SlotMemory(
+            backend.num_slots, reuse=self.config.reuse_prefixes, lowest_first=backend.wants_equal_runs
+        )
+        self._prefill = PrefillBudget(self.config.max_prefill_rows, self.config.max_prefill_stall_s)
+        self._scheduler = Scheduler(backend.num_slots, self._prefill, self._memory)
         self._requests: dict[str, Sequence] = {}
         self._finished: list[Progress] = []  # cancelled since the last step
         self._names = itertools.count()
@@ -153,24 +149,29 @@ class Engine:
     def step(self) -> list[Progress]:
         """One round for everybody: draft, verify, keep. Returns what each request gained."""
         finished, self._finished = self._finished, []
-        plan = self._scheduler.plan()
+        self._memory.claim(self.backend)
+        plan = self._scheduler.plan(self._feature_use())
+        self.stats.prefix_tokens += sum(s.prefix_tokens for s in plan.admitted)
         if not plan.decoding and not plan.prefilling:
             return finished
         batch = len(plan.decoding)
         asked, drafts = [0] * batch, Drafts.none(batch)
         if self._drafting:
+            failures = self._drafting.failures
             asked, drafts = self._drafting.draft(plan, self.num_draft_tokens, self.tree_nodes, self.stats)
+            if self._drafting.failures > failures:
+                untold = [s for s in self._scheduler.running.values() if s.draftable and s.reused_epoch >= 0]
+                self._forget_drafter(untold)
         started = time.perf_counter()
         members = plan.decoding + [s for s, _ in plan.prefilling]
         wanted = any(s.keep_features or self._feeds_drafter(s) for s in members)
         rows = assemble_rows(plan, drafts, with_features=wanted)
         output = self.backend.forward(rows)
         outcomes = decide(plan, drafts, output)
-        moves = [move for s, outcome in zip(plan.decoding, outcomes, strict=False) if (move := _move(s, outcome))]
+        moves = [m for s, outcome in zip(plan.decoding, outcomes, strict=False) if (m := accepted_entries(s, outcome))]
         if moves:
             self.backend.move_entries(moves)
-        if not plan.prefilling:
-            self._note_step(batch, drafts, time.perf_counter() - started)
+        self._note_pass(plan, drafts, time.perf_counter() - started)
         self.stats.passes += 1
         self.stats.rows += len(rows.ids_R)
         return finished + self._commit(plan, asked, drafts, outcomes, output.features_RF)
@@ -226,10 +227,10 @@ class Engine:
             adapt = self.config.adapt_draft_length
             drafting = Drafting(drafter, self.backend, most_drafts=self.num_draft_tokens, trees=nodes > 0, adapt=adapt)
         self._drafting, self.tree_nodes = drafting, nodes  # not before: a drafter that does not fit leaves the old one
-        for sequence in self._scheduler.running.values():
-            sequence.observed, sequence.pending_features = 0, []
+        running = list(self._scheduler.running.values())
+        self._forget_drafter(running)
+        for sequence in running:
             sequence.position_acceptance = PositionAcceptance()
-            sequence.draftable = self._columns() is None or sequence.cached == 0
 
     def reset_stats(self) -> None:
         """Start counting anew, such as after a warm-up."""
@@ -241,7 +242,25 @@ class Engine:
         """The features that the drafter reads, if it reads any."""
         return self._drafting.columns if self._drafting else None
 
-    def _note_step(self, batch: int, drafts: Drafts, seconds: float) -> None:
+    def _feature_use(self) -> FeatureUse:
+        if self._columns() is None:
+            return FeatureUse.NONE
+        return FeatureUse.KEPT if self.num_draft_tokens > 0 else FeatureUse.DROPPED
+
+    def _forget_drafter(self, sequences: list[Sequence]) -> None:
+        """The drafter knows nothing of these sequences, nor of what is left of earlier ones in free slots."""
+        self._memory.forget_drafter()
+        for s in sequences:
+            s.observed, s.drafter_epoch, s.pending_features = 0, -1, []
+            s.draftable = self._columns() is None or s.cached == 0
+
+    def _note_pass(self, plan: Plan, drafts: Drafts, seconds: float) -> None:
+        batch = len(plan.decoding)
+        self._prefill.observe(
+            batch + sum(len(tokens) for tokens in drafts.tokens), sum(count for _, count in plan.prefilling), seconds
+        )
+        if plan.prefilling:
+            return
         if self._drafting:
             self._drafting.note_step(batch, drafts, seconds, self.stats)
         else:
@@ -274,7 +293,7 @@ class Engine:
 
     def _feeds_drafter(self, s: Sequence) -> bool:
         """Whether the drafter will want this sequence's features; with drafting switched off they are not kept."""
-        return self._columns() is not None and s.draftable and self.num_draft_tokens > 0
+        return self._feature_use() is FeatureUse.KEPT and s.draftable
 
     def _keep_features(self, s: Sequence, features_RF: torch.Tensor | None, row: int, kept: list[int]) -> None:
         feeds = self._feeds_drafter(s)
@@ -305,11 +324,3 @@ class Engine:
             num_accepted=min(outcome.num_accepted, len(taken)),
             completion=completion,
         )
-
-
-def _move(s: Sequence, outcome: Outcome) -> Move | None:
-    """What makes the accepted path of a tree the sequence's next entries; None where it is that already."""
-    if not outcome.path or outcome.path[-1] == len(outcome.path) - 1:
-        return None
-    first = s.cached + 1  # behind the anchor's
-    return Move(s.slot, first, [first + j for j in outcome.path])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters.drafter import DraftReply, DraftRequest, SparseProbs
-from serving.engine.rows import Rows, RowsOutput, Run, make_rows
+from serving.engine.rows import Move, Rows, RowsOutput, Run, make_rows
 from serving.engine.scheduler import Plan
 from serving.engine.sequence import Sequence
 from serving.engine.verification import Verification
@@ -109,6 +109,7 @@ def draft_request(
         tree_nodes=tree_nodes,
         temperatures=[s.sampling.temperature for s in sequences],
         seeds=[s.sampling.seed for s in sequences],
+        reused_epochs=[s.reused_epoch for s in sequences],
     )
 
 
@@ -171,3 +172,11 @@ def decide(plan: Plan, drafts: Drafts, output: RowsOutput) -> list[Outcome]:
         next(first_tokens) if s.cached + count == s.prompt_len else Outcome([], []) for s, count in plan.prefilling
     ]
     return outcomes[: len(plan.decoding)] + prefilled
+
+
+def accepted_entries(s: Sequence, outcome: Outcome) -> Move | None:
+    """What makes the accepted path of a tree the sequence's next entries; None where it is that already."""
+    if not outcome.path or outcome.path[-1] == len(outcome.path) - 1:
+        return None
+    first = s.cached + 1  # behind the anchor's
+    return Move(s.slot, first, [first + j for j in outcome.path])

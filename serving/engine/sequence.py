@@ -26,6 +26,7 @@ class Completion:
     acceptance: Acceptance  # of this request's verify rounds
     features_TF: Tensor | None  # bfloat16, T = len(prompt_ids) + len(token_ids) - 1: the last token is never fed
     drafter: str | None  # name of the drafter that served it last
+    prefix_tokens: int = 0  # of the prompt, those whose keys and values its slot held already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,9 @@ class Sequence:
     slot: int = -1
     epoch: int = 0
     cached: int = 0  # positions whose keys and values are in the slot and verified
-    observed: int = 0  # pairs (features at p, token at p + 1) handed to the drafter
+    prefix_tokens: int = 0  # of the prompt, those that were cached when it was admitted
+    observed: int = 0  # pairs (features at p, token at p + 1) that the drafter knows
+    drafter_epoch: int = -1  # under which it knows them: until the first draft an earlier sequence's; -1: it knows none
     draftable: bool = True  # False once the drafter has missed pairs that cannot be given again
     pending_features: list[Tensor] = field(default_factory=list)  # of positions observed..cached, for the drafter
     kept_features: list[Tensor] = field(default_factory=list)  # of all positions, for the rollout
@@ -63,6 +66,11 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether prompt tokens are still to be fed (the last one gives the first emitted token)."""
         return self.cached < self.prompt_len
+
+    @property
+    def reused_epoch(self) -> int:
+        """The epoch whose pairs this sequence's first draft is to go on from; -1: none's, or it is not the first."""
+        return self.drafter_epoch if self.drafter_epoch != self.epoch else -1
 
     @property
     def emitted(self) -> list[int]:
@@ -93,4 +101,5 @@ class Sequence:
             acceptance=self.acceptance,
             features_TF=features,
             drafter=drafter,
+            prefix_tokens=self.prefix_tokens,
         )
