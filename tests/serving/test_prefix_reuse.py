@@ -44,6 +44,7 @@ class Noting:
 
     def draft(self, request: DraftRequest) -> DraftReply:
         if self.fails:
+            self.inner.allocate(*self.shape)  # as new
             raise RuntimeError("lost")
         reply = self.inner.draft(request)
         self.requests.append(request)
@@ -163,15 +164,16 @@ def test_a_drafter_that_was_restarted_is_found_out_once():
 
 
 def test_a_prompt_that_waits_to_be_told_survives_a_failure():
-    """It goes on from what a drafter knew that fails meanwhile, in another sequence's round."""
+    """It goes on from what a drafter knew that fails meanwhile, in another one's round; a third is told all."""
     noting = Noting(make("recursive"))
-    made = engine(noting, max_prefill_rows=4)
-    expected = [engine().generate([p], GREEDY)[0].token_ids for p in (OTHER, BASE + OTHER)]
+    made = engine(noting, slots=3, max_prefill_rows=4)
+    prompts = [OTHER, BASE + OTHER, OTHER[20:]]
+    expected = [engine().generate([p], GREEDY)[0].token_ids for p in prompts]
     made.generate([BASE], GREEDY)
     names = [made.add(OTHER, GREEDY)]
     while not noting.requests or noting.requests[-1].first_tokens != OTHER[:1]:
         made.step()
-    names.append(made.add(BASE + OTHER, GREEDY))
+    names += [made.add(p, GREEDY) for p in prompts[1:]]
     made.step()
     noting.fails = True
     made.step()
@@ -180,8 +182,9 @@ def test_a_prompt_that_waits_to_be_told_survives_a_failure():
     while made.has_work:
         done |= {p.request_id: p.completion for p in made.step() if p.completion}
     assert [done[n].token_ids for n in names] == expected
-    assert done[names[1]].prefix_tokens > 0
+    assert [done[n].prefix_tokens for n in names] == [0, 39, 0]
     assert made.stats.fallbacks == {"RuntimeError": 1}, "the drafter was asked to go on from what it has lost"
+    assert [done[n].acceptance.rounds > 0 for n in names[1:]] == [False, True]
 
 
 @pytest.mark.parametrize("kind", ["recursive", "prompt lookup"])
@@ -199,15 +202,17 @@ def test_a_swap_voids_what_the_drafter_knew(kind):
     assert (again.token_ids, again.acceptance) == (expected.token_ids, expected.acceptance)
 
 
-def test_a_prompt_that_was_cancelled_halfway_is_gone_on_from():
-    made = engine(make("recursive"), max_prefill_rows=20)
-    expected = engine(make("recursive"), reuse_prefixes=False).generate([BASE], GREEDY)[0]
+@pytest.mark.parametrize(("prompt", "prefix"), [(BASE, 20), (BASE[:18] + OTHER, 18)])
+def test_a_prompt_that_was_cancelled_halfway_is_gone_on_from(prompt, prefix):
+    noting, other = Noting(make("recursive")), Noting(make("recursive"))
+    made = engine(noting, max_prefill_rows=20)
+    expected = engine(other, reuse_prefixes=False).generate([prompt], GREEDY)[0]
     name = made.add(BASE, GREEDY)
     made.step()
     made.cancel(name)
-    done = made.generate([BASE], GREEDY)[0]
-    assert done.prefix_tokens == 20
-    assert (done.token_ids, done.acceptance) == (expected.token_ids, expected.acceptance)
+    done = made.generate([prompt], GREEDY)[0]
+    assert done.prefix_tokens == prefix
+    assert (done.token_ids, noting.drafts) == (expected.token_ids, other.drafts)
 
 
 def test_switched_off_drafting_reuses_and_stays_off_for_what_it_missed():
@@ -284,7 +289,7 @@ def test_random_traffic_equals_that_without_reuse(kind):
             assert (found.token_ids, found.acceptance) == (own.token_ids, own.acceptance)
 
 
-# -- which slot ---------------------------------------------------------------------------------------------------------
+# -- which slot --------------------------------------------------------------------------------------------------------
 
 
 def asked(prompt: list[int], slot: int = -1) -> Sequence:
