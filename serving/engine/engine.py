@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,9 @@ from serving.engine.sampling import Sampling
 from serving.engine.scheduler import Plan, Scheduler
 from serving.engine.sequence import Completion, Progress, Sequence
 from serving.engine.slot_memory import FeatureUse, SlotMemory
+
+if TYPE_CHECKING:
+    from serving.engine.memory_plan import MemoryPlan
 
 
 class RequestError(ValueError):
@@ -47,6 +51,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.eos_token_ids = tuple(eos_token_ids)
         self.stats = EngineStats()
+        self.memory: MemoryPlan | None = None  # what it takes, if `build_engine` made it
         self.num_draft_tokens = self.config.num_draft_tokens
         self.tree_nodes = 0
         self._memory = SlotMemory(
