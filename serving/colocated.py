@@ -25,6 +25,7 @@ from drafters.target import TargetError, load_target
 from drafters.target_source import SMOLLM2_NAMES
 from serving.chat_options import ChatOptions, ChatOptionsError, ChatTemplate, Thinking, training_mismatch
 from serving.engine.drafting import MOST_TREE_NODES, TREE_DEPTH
+from serving.engine.memory_plan import MOST_SLOTS
 from serving.replica import Replica
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 APP_NAME = "draftloop"
 _CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # Serve's own name for it
 _SHUTDOWN_DEADLINE_S = 60.0
+_ANSWER_DEADLINE_S = 10.0  # of a replica that runs
 _SPARE_REQUESTS = 16  # beyond slots and queue, so that the app itself refuses (503) and still answers /health
 
 Positive = Annotated[int, Field(ge=1)]
@@ -58,13 +60,15 @@ class ServeConfig(BaseModel):
     backend: str = "auto"  # forward passes: auto, torch or native
     device: str = "cpu"  # cpu, or cuda: one GPU per replica
     cuda_graphs: bool = False  # with cuda: capture decoding passes and replay them
-    num_slots: Positive = 8  # sequences decoded at once, per replica
+    num_slots: Positive | None = 8  # sequences decoded at once, per replica; None: as many as memory_bytes hold
+    memory_bytes: Positive | None = None  # a replica's weights, slots and drafter; None: a share of what is free
     max_len: Positive = 2048  # tokens of a sequence, prompt included; cut to the target's own context
     max_waiting: Annotated[int, Field(ge=0)] = (
         64  # requests that may wait for a slot, per replica; further ones get 503
     )
     num_draft_tokens: Annotated[int, Field(ge=0)] = TREE_DEPTH  # most drafts per round, or a tree's depth; 0: none
     tree_nodes: Annotated[int, Field(ge=0, le=MAX_TREE_NODES)] = MOST_TREE_NODES  # most nodes of a tree; 0: chains
+    max_prefill_stall_s: Annotated[float, Field(gt=0)] | None = 0.1  # that prompts hold up streams by, per round
     adapt_draft_length: bool = True  # choose each sequence's number by cost, so that drafting switches itself off
     target_layer_ids: list[int] | None = None  # layers to tap beside the drafter's, for drafters swapped in later
     num_replicas: Positive = 1
@@ -97,7 +101,7 @@ def build(config: ServeConfig) -> serve.Application:
         name="Replica",
         num_replicas=config.num_replicas,
         ray_actor_options=resources,
-        max_ongoing_requests=config.num_slots + config.max_waiting + _SPARE_REQUESTS,
+        max_ongoing_requests=(config.num_slots or MOST_SLOTS) + config.max_waiting + _SPARE_REQUESTS,
         user_config={"drafter": config.drafter},
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         health_check_timeout_s=60,
@@ -119,6 +123,11 @@ def run_app(config: ServeConfig) -> str:
         shutdown()
         raise
     return config.base_url
+
+
+def memory_line() -> str:
+    """What a replica of the running app takes."""
+    return str(serve.get_app_handle(APP_NAME).memory.remote().result(timeout_s=_ANSWER_DEADLINE_S))
 
 
 def shutdown() -> None:

@@ -66,6 +66,7 @@ class Replica:
             backend=config.backend,
             device=config.device,
             num_slots=config.num_slots,
+            memory_bytes=config.memory_bytes,
             max_len=config.max_len,
             drafter_path=local_checkpoint(config.drafter) if config.drafter else None,
             target_layer_ids=config.target_layer_ids,
@@ -75,8 +76,10 @@ class Replica:
                 num_draft_tokens=config.num_draft_tokens,
                 tree_nodes=config.tree_nodes,
                 adapt_draft_length=config.adapt_draft_length,
+                max_prefill_stall_s=config.max_prefill_stall_s,
             ),
         )
+        self._memory = engine.memory.describe() if engine.memory else ""
         self._backend = engine.backend
         self._engine = AsyncEngine(engine, max_waiting=config.max_waiting, stall_timeout_s=config.stall_timeout_s)
         self.model = ServedModel(
@@ -129,6 +132,10 @@ class Replica:
     def _report(self, name: str | None, refused: str | None) -> None:
         """What `/v1/models` says about the drafter, and why the last swap was refused, if it was."""
         self.model.drafter = {"name": name, "path": self._serving.drafter, "last_swap_refused": refused}
+
+    def memory(self) -> str:
+        """What the engine takes, in one line."""
+        return self._memory
 
     async def check_health(self) -> None:
         """Serve restarts the replica if this raises."""
