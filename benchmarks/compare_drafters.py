@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -116,6 +116,7 @@ class Bench:
         return load_drafter_for(self.rows, Path(self.folders[plan.drafter]), self.target.path)
 
     def _engine(self, drafter: Drafter | None, config: EngineConfig) -> Engine:
+        config = replace(config, reuse_prefixes=False)  # every run decodes the same prompts
         return Engine(self.rows, drafter, config=config, eos_token_ids=self.target.eos_token_ids)
 
     def _config(self, plan: Plan) -> EngineConfig:

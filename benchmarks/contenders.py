@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -125,6 +125,7 @@ def our_contenders(setting: Setting, backend: str) -> list[Contender]:
         ]
     found = []
     for name, drafter, config in plans:
+        config = replace(config, reuse_prefixes=False)  # every run decodes the same prompts
         one = Engine(engine.backend, drafter, config=config, eos_token_ids=setting.target.eos_token_ids)
 
         def decode(prompts: list[list[int]], one: Engine = one) -> list[list[int]]:

@@ -2,9 +2,9 @@
 
     python benchmarks/faults.py --drafter DRAFTER --other OTHER_DRAFTER
 
-On a local cluster of three nodes with `serve deploy`: streams run without a pause while the drafter's process is killed,
-stopped for a while, stopped for good, its node removed and brought back; then while drafters are swapped, good and bad
-ones. Every answer is compared with plain decoding by the same endpoint before anything happened. Writes
+On a local cluster of three nodes with `serve deploy`: streams run without a pause while the drafter's process is
+killed, stopped for a while, stopped for good, its node removed and brought back; then while drafters are swapped, good
+and bad ones. Every answer is compared with plain decoding by the same endpoint before anything happened. Writes
 benchmarks/results/faults-DATE.{json,md}.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from http_load import Streamed, run_streams
+from http_load import Streamed, bodies_of, run_streams
 from references import write_json, write_text
 from serve_cluster import ServeCluster, quick_to_notice_deaths, wait
 
@@ -93,13 +93,15 @@ class Clients:
 def faults(cluster: ServeCluster, clients: Clients) -> list[Outcome]:
     """Every way in which a drafter is lost."""
 
+    def drafting() -> float:
+        return cluster.metric("spec_decode_num_accepted_tokens_total")
+
     def back_after(disturb: Callable[[], None]) -> float:
-        before = accepted(cluster)
         disturb()
         begun = time.monotonic()
         time.sleep(0.5)  # drafts that were under way are through
-        before = accepted(cluster)
-        wait(lambda: accepted(cluster) > before and cluster.card()["away"] is None, "no drafts", 0.1)
+        before = drafting()
+        wait(lambda: drafting() > before and cluster.card()["away"] is None, "no drafts", 0.1)
         return time.monotonic() - begun
 
     def send(*signals: signal.Signals) -> None:
@@ -123,12 +125,6 @@ def faults(cluster: ServeCluster, clients: Clients) -> list[Outcome]:
         clients.during("stopped for good (SIGSTOP)", lambda: back_after(lambda: send(signal.SIGSTOP))),
         clients.during("its node removed, another one added", lambda: back_after(lose_node)),
     ]
-
-
-def accepted(cluster: ServeCluster) -> float:
-    """Drafts that were accepted so far."""
-    lines = cluster.get("/metrics").splitlines()
-    return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("spec_decode_num_accepted_tokens_total"))
 
 
 def swaps(cluster: ServeCluster, clients: Clients, good: list[str], work: Path) -> list[tuple[Outcome, str]]:
@@ -177,13 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     good = [str(Path(path).resolve()) for path in (args.drafter, args.other)]
     rows = read_prompts(args.prompts, load_target(args.target), limit=args.limit).rows
-    sampled = [
-        {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0} for number in range(len(rows))
-    ]
-    bodies = [
-        {"model": args.target, "prompt": row.prompt_ids, "max_tokens": args.tokens, **how}
-        for row, how in zip(rows, sampled, strict=True)
-    ]
+    bodies = bodies_of(args.target, rows, args.tokens)
     with quick_to_notice_deaths(), tempfile.TemporaryDirectory() as folder:
         limits = {"draft_deadline_s": args.deadline_s, "hang_timeout_s": 5.0}
         served = {"target": args.target, "model_name": args.target, "drafter": good[0], "num_slots": args.at_once}
@@ -206,10 +196,9 @@ def write_tables(args: argparse.Namespace, lost: list[Outcome], swapped: list[tu
         f"without a pause, {args.tokens} new tokens at most, half of them sampled with seeds; draft deadline "
         f"{args.deadline_s:g} s. Changed: answers that differ from the same endpoint's plain decoding."
     )
-    head = (
-        "| event | requests | failed | changed | longest stall, s | drafts again after, s |\n|---|---|---|---|---|---|"
-    )
-    lines = [f"# Faults and swaps, {date}", "", note, "", head, *(outcome.row() for outcome in lost), ""]
+    lines = [f"# Faults and swaps, {date}", "", note, ""]
+    lines += ["| event | requests | failed | changed | longest stall, s | drafts again after, s |"]
+    lines += ["|---|---|---|---|---|---|", *(outcome.row() for outcome in lost), ""]
     lines += ["| swap to | requests | failed | changed | longest stall, s | seconds until told | the endpoint says |"]
     lines += ["|---|---|---|---|---|---|---|", *(f"{outcome.row()} {said} |" for outcome, said in swapped)]
     facts = {

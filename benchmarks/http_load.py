@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from pipelines.prompts import PromptRow
+
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
@@ -33,6 +35,14 @@ class Streamed:
     def per_token_s(self) -> float | None:
         """Seconds per token after the first."""
         return (self.total_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
+
+
+def bodies_of(model: str, rows: Sequence[PromptRow], tokens: int) -> list[dict[str, Any]]:
+    """Requests for the rows' prompts, every other one sampled, each with a seed."""
+    return [
+        {"model": model, "prompt": row.prompt_ids, "max_tokens": tokens, "temperature": 0.8 * (n % 2), "seed": n}
+        for n, row in enumerate(rows)
+    ]
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Streamed:

@@ -133,6 +133,11 @@ class ServeCluster:
         said = self.get("/v1/models")
         return dict(json.loads(said)["data"][0]["metadata"]["drafter"]) if said else {}
 
+    def metric(self, name: str) -> float:
+        """The sum of the counters or gauges whose line begins so."""
+        lines = self.get("/metrics").splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
     def pids(self, kind: str) -> list[int]:
         """Process ids of the living actors whose class name has `kind` in it."""
         alive = list_actors(self.address, filters=[("state", "=", "ALIVE")])

@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 import psutil
-from http_load import asking, run_streams, stream
+from http_load import asking, bodies_of, run_streams, stream
 from references import write_json, write_text
 from serve_cluster import ServeCluster, quick_to_notice_deaths, wait
 from svg_plot import svg_text, two_panels
@@ -136,11 +136,6 @@ class Soak:
             print("failed:", why, flush=True)
 
 
-def metric(cluster: ServeCluster, name: str) -> float:
-    lines = cluster.get("/metrics").splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
@@ -154,16 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     drafter = str(Path(args.drafter).resolve())
     rows = read_prompts(args.prompts, load_target(args.target), limit=args.limit).rows
-    bodies: list[dict[str, Any]] = [
-        {
-            "model": args.target,
-            "prompt": row.prompt_ids,
-            "max_tokens": args.tokens,
-            "temperature": 0.8 * (n % 2),
-            "seed": n,
-        }
-        for n, row in enumerate(rows)
-    ]
+    bodies = bodies_of(args.target, rows, args.tokens)
     with quick_to_notice_deaths(), tempfile.TemporaryDirectory() as folder:
         served = {"target": args.target, "model_name": args.target, "drafter": drafter, "num_slots": args.at_once}
         cluster = ServeCluster(Path(folder), served | {"max_len": 1024, "disaggregated": {"hang_timeout_s": 5.0}})
@@ -172,10 +158,10 @@ def main() -> None:
             wait(cluster.card, "the endpoint does not answer")
             soak = Soak(args, cluster, bodies)
             asyncio.run(soak.run())
-            wait(lambda: metric(cluster, "num_requests_running") == 0, "slots are still taken")
-            left = metric(cluster, "num_requests_running") + metric(cluster, "num_requests_waiting")
+            wait(lambda: cluster.metric("num_requests_running") == 0, "slots are still taken")
+            left = cluster.metric("num_requests_running") + cluster.metric("num_requests_waiting")
             restarts = cluster.card()["restarts"]
-            fallbacks = metric(cluster, "spec_decode_fallbacks_total")
+            fallbacks = cluster.metric("spec_decode_fallbacks_total")
         finally:
             cluster.close()
     write(args, soak, left, restarts, fallbacks)
@@ -184,9 +170,8 @@ def main() -> None:
 def write(args: argparse.Namespace, soak: Soak, left: float, restarts: dict[str, int], fallbacks: float) -> None:
     samples = soak.samples
     third = len(samples) // 3
-    early, late = (
-        sum(s["mb"] for s in part) / len(part) for part in (samples[third : 2 * third], samples[2 * third :])
-    )
+    parts = (samples[third : 2 * third], samples[2 * third :])
+    early, late = (sum(s["mb"] for s in part) / len(part) for part in parts)
     figure, (memory, speed) = two_panels(3.5)
     memory.plot([s["s"] / 60 for s in samples], [s["mb"] for s in samples])
     memory.set(xlabel="minutes", ylabel="MB", title="memory of the replica's process", ylim=(0, None))
@@ -199,15 +184,15 @@ def write(args: argparse.Namespace, soak: Soak, left: float, restarts: dict[str,
         f"# Soak, {date}",
         "",
         f"{args.target}, float32, {args.minutes:g} minutes, target and drafter apart, {args.at_once} slots and as many "
-        f"readers, {args.at_once // 2} clients that leave, one that sends bad requests, {args.tokens} new tokens at most; "
-        f"the drafter's process killed {soak.counts['drafters killed']} times (replaced: {restarts}). {fallbacks:.0f} rounds "
-        "went without drafts for it.",
+        f"readers, {args.at_once // 2} clients that leave, one that sends bad requests, {args.tokens} new tokens at "
+        f"most; the drafter's process killed {soak.counts['drafters killed']} times (replaced: {restarts}). "
+        f"{fallbacks:.0f} rounds went without drafts for it.",
         "",
         "| requests | |",
         "|---|---|",
         *(f"| {name} | {soak.counts[name]:,} |" for name in order),
         f"| slots or queue places taken at the end | {left:.0f} |",
-        f"| memory of the replica's process, mean of the second and of the last third | {early:.0f} MB, {late:.0f} MB |",
+        f"| memory of the replica's process, means of the second and the last third | {early:.0f} MB, {late:.0f} MB |",
         f"| open files, second third and end | {samples[third]['fds']:.0f}, {samples[-1]['fds']:.0f} |",
     ]
     facts = {

@@ -190,7 +190,7 @@ def serve(
     """Answer OpenAI-style requests with the target and a drafter, until Ctrl-C."""
     with one_line_errors():
         from pipelines.ray_session import start_ray
-        from serving.serve_app import run_app, shutdown
+        from serving.serve_app import memory_line, run_app, shutdown
         from serving.serve_config import ServeConfig
 
         settings: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
@@ -205,6 +205,7 @@ def serve(
         base_url = run_app(config)
         what = escape(f"{config.served_name} at {base_url}, drafter {drafter or 'none'}")
         console.print(f"[bold]serving[/bold] {what}", soft_wrap=True)
+        console.print(memory_line(), highlight=False, markup=False, soft_wrap=True)
         console.print("try it:")
         body = f'{{"model": "{config.served_name}", "messages": [{{"role": "user", "content": "What is 7 * 12?"}}]}}'
         console.print(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters import random_stream
-from drafters.dflash import DFlashModule
+from drafters.dflash import DFlashConfig, DFlashModule
 from drafters.dflash_selector import Candidates
 from drafters.draft_tree import MAX_TREE_NODES, ROOT, TreeBuilder, pad_trees
 from drafters.drafter import DraftReply, DraftRequest, SparseProbs, empty_reply
@@ -46,6 +46,12 @@ class DFlashDrafter:
         self._keys_LSTGD = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._values_LSTGD = torch.zeros_like(self._keys_LSTGD)
         self._ledger = PairLedger(num_slots)
+
+    @staticmethod
+    def slot_bytes(config: DFlashConfig, max_len: int, dtype: torch.dtype) -> int:
+        """Bytes that `allocate` takes for a slot."""
+        entries = config.num_hidden_layers * (max_len + config.block_size)
+        return 2 * entries * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftReply:

@@ -7,7 +7,7 @@ drafters that sample, the distribution they were drawn from). The engine knows a
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,6 +21,9 @@ class DraftRequest:
     Pair i of a sequence joins the target's features at position p with the verified token at position p + 1. The first
     request of an epoch starts at p = 0, every later one where the last ended; so the last token of a sequence's pairs
     is the newest verified token, the anchor, whose own features are not known yet.
+
+    A sequence that begins like the one before it in its slot names that one's epoch in its first request, and starts at
+    p > 0: it goes on from the first p pairs of that epoch, and the further ones of that are void.
     """
 
     slots: list[int]  # B, the engine's cache slot of each sequence
@@ -34,6 +37,11 @@ class DraftRequest:
     tree_nodes: int = 0  # most nodes of each sequence's draft tree; 0: a chain of num_draft_tokens
     temperatures: list[float]  # B, 0 is greedy; only drafters that sample look at it
     seeds: list[int]  # B, seeds of the sequences' random streams
+    reused_epochs: list[int] = field(default_factory=list)  # B, the epoch whose pairs are gone on from, -1: none's
+
+    def reused_epoch(self, b: int) -> int:
+        """Of sequence b; a request without `reused_epochs` goes on from none."""
+        return self.reused_epochs[b] if self.reused_epochs else -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +92,7 @@ class DrafterAwayError(RuntimeError):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens. Implementations keep their own state per slot and drop it when the epoch changes."""
+    """Proposes tokens. They keep their own state per slot, void with a new epoch that does not go on from it."""
 
     name: str  # what tables and logs call it
     target_layer_ids: tuple[int, ...]  # tapped layers, counted from 0 at the first decoder layer's output; () for none

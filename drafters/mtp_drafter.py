@@ -10,11 +10,12 @@ from torch import Tensor
 
 from drafters.draft_tree import MAX_TREE_NODES, ROOT, TreeBuilder, pad_trees
 from drafters.drafter import DraftReply, DraftRequest, empty_reply
-from drafters.mtp import IndependentHeads, RecursiveHead
+from drafters.mtp import IndependentHeads, MtpConfig, RecursiveHead
 from drafters.pair_ledger import PairLedger
 
 MAX_FRONTIER = 16  # nodes of one depth that are expanded; the native drafter has the same limits
 MAX_CHILDREN = 16  # of one node
+MAX_DRAFT_TOKENS = 16  # of a recursive drafter, unless it is told otherwise
 WIDE = 32  # sequences with more new pairs than this (a fresh prompt) are taken note of one by one, unpadded
 
 
@@ -65,7 +66,7 @@ class IndependentDrafter:
 class RecursiveDrafter:
     """Runs the head over new pairs (step 1), then K - 1 times over its own output. Proposes its argmax."""
 
-    def __init__(self, module: RecursiveHead, name: str = "mtp-recursive", max_draft_tokens: int = 16):
+    def __init__(self, module: RecursiveHead, name: str = "mtp-recursive", max_draft_tokens: int = MAX_DRAFT_TOKENS):
         self.module = module.eval()
         self.name = name
         self.target_layer_ids = module.config.target_layer_ids
@@ -77,11 +78,16 @@ class RecursiveDrafter:
     def allocate(self, num_slots: int, max_len: int) -> None:
         """Room for every slot's pairs, and for drafts and padding that reach past a full slot."""
         config, like = self.module.config, self.module.lm_head_WD
-        room = max(self.max_draft_tokens * MAX_FRONTIER, WIDE)
-        shape = (num_slots, max_len + room, config.num_key_value_heads, config.head_dim)
+        shape = (num_slots, _capacity(max_len, self.max_draft_tokens), config.num_key_value_heads, config.head_dim)
         self._keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._values = torch.zeros_like(self._keys)
         self._ledger = PairLedger(num_slots)
+
+    @staticmethod
+    def slot_bytes(config: MtpConfig, max_len: int, dtype: torch.dtype) -> int:
+        """Bytes that `allocate` takes for a slot."""
+        room = _capacity(max_len, MAX_DRAFT_TOKENS)
+        return 2 * room * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftReply:
@@ -203,6 +209,11 @@ class RecursiveDrafter:
         )
         attended = attended.unflatten(2, (group, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return module.leave(x_BWD, attended)
+
+
+def _capacity(max_len: int, max_draft_tokens: int) -> int:
+    """Entries of a slot: its pairs, and drafts or padding behind a full one."""
+    return max_len + max(max_draft_tokens * MAX_FRONTIER, WIDE)
 
 
 def _newest(request: DraftRequest) -> list[int]:

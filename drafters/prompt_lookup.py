@@ -47,7 +47,7 @@ class PromptLookupDrafter:
         drafts: list[list[int]] = []
         for b, slot in enumerate(request.slots):
             count = request.counts[b]
-            text = self._text(slot, request.epochs[b], request.first_tokens[b])
+            text = self._text(request, b)
             if len(text.tokens) != request.starts[b] + 1:
                 known = len(text.tokens) - 1
                 raise ValueError(f"slot {slot} knows {known} pairs, and the next ones start at {request.starts[b]}")
@@ -61,10 +61,16 @@ class PromptLookupDrafter:
             counts=[len(row) for row in drafts],
         )
 
-    def _text(self, slot: int, epoch: int, first_token: int) -> _Text:
+    def _text(self, request: DraftRequest, b: int) -> _Text:
+        """Sequence b's text so far; where it goes on from another epoch, the beginning of that one's."""
+        slot, epoch, reused = request.slots[b], request.epochs[b], request.reused_epoch(b)
         text = self._texts.get(slot)
-        if text is None or text.epoch != epoch:
-            text = self._texts[slot] = _Text(epoch, [first_token])
+        if text is not None and text.epoch == epoch:
+            return text
+        tokens = [request.first_tokens[b]]
+        if text is not None and text.epoch == reused:
+            tokens = text.tokens[: request.starts[b] + 1]
+        text = self._texts[slot] = _Text(epoch, tokens)
         return text
 
     def _index(self, text: _Text) -> None:

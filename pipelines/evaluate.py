@@ -134,7 +134,10 @@ def evaluate(config: EvaluateConfig, on_progress: Callable[[EvaluateProgress], N
         drafter_path=drafter,
         num_threads=config.num_threads,
         cuda_graphs=config.cuda_graphs,
-        config=EngineConfig(num_draft_tokens=config.num_draft_tokens, tree_nodes=config.tree_nodes),
+        # each prompt is decoded twice: the second time must not find in its slot what the first one fed
+        config=EngineConfig(
+            num_draft_tokens=config.num_draft_tokens, tree_nodes=config.tree_nodes, reuse_prefixes=False
+        ),
     )
     if output.local is not None:
         output.local.mkdir(parents=True, exist_ok=True)  # now rather than after minutes of work

@@ -105,7 +105,7 @@ def run_parity(
             device=device,
             max_len=room_needed(cases, num_draft_tokens),
             drafter_path=drafter_path,
-            config=EngineConfig(num_draft_tokens=num_draft_tokens),
+            config=EngineConfig(num_draft_tokens=num_draft_tokens, reuse_prefixes=False),  # as in training, all is fed
         )
         assert engine.drafter is not None
         result = measure_parity(engine, cases, min(num_draft_tokens, engine.drafter.max_draft_tokens))

@@ -141,6 +141,7 @@ class ShardGenerator:
         if self._engine is None:
             from drafters.target import target_on_this_node
             from serving.engine.build import build_engine
+            from serving.engine.engine_config import EngineConfig
 
             context, config = self.context, self.context.config
             layers = context.metadata.target_layer_ids
@@ -155,6 +156,8 @@ class ShardGenerator:
                 drafter_path=local_checkpoint(context.drafter) if context.drafter else None,
                 target_layer_ids=layers or None,
                 num_threads=config.threads,
+                # with the torch backend bytes would depend on the shards before: rounding does, on what a pass feeds
+                config=EngineConfig(reuse_prefixes=False),
             )
         return self._engine
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray import serve
 
+from serving.engine.memory_plan import MOST_SLOTS
 from serving.replica import Replica
 from serving.serve_config import ServeConfig
 
@@ -29,7 +30,7 @@ def deployment_of(config: ServeConfig, **placement: Any) -> serve.Deployment:
         name="Replica",
         num_replicas=config.num_replicas,
         ray_actor_options=resources | placement.pop("ray_actor_options", {}),
-        max_ongoing_requests=config.num_slots + config.max_waiting + _SPARE_REQUESTS,
+        max_ongoing_requests=(config.num_slots or MOST_SLOTS) + config.max_waiting + _SPARE_REQUESTS,
         user_config={"drafter": config.drafter},
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         health_check_timeout_s=60,

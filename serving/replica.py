@@ -66,6 +66,7 @@ class Replica:
         self._template.check()
         self._supervisor: DrafterSupervisor | None = None
         engine = _engine_of(config, self._target.path)
+        self._memory = engine.memory.describe() if engine.memory else ""
         self._backend = engine.backend
         if config.disaggregated is not None:
             self._supervisor = _supervisor_of(config, engine)
@@ -150,6 +151,10 @@ class Replica:
             said |= {"away": self._supervisor.away, "restarts": dict(self._supervisor.restarts)}
         return said
 
+    def memory(self) -> str:
+        """What the engine takes, in one line."""
+        return self._memory
+
     async def check_health(self) -> None:
         """Serve restarts the replica if this raises."""
         if self._engine.refusal is not None:
@@ -177,6 +182,7 @@ def _engine_of(config: ServeConfig, target_path: Path) -> Engine:
         backend=config.backend,
         device=config.device,
         num_slots=config.num_slots,
+        memory_bytes=config.memory_bytes,
         max_len=config.max_len,
         drafter_path=drafter_path if config.disaggregated is None else None,
         target_layer_ids=taps,
@@ -186,6 +192,7 @@ def _engine_of(config: ServeConfig, target_path: Path) -> Engine:
             num_draft_tokens=config.num_draft_tokens,
             tree_nodes=config.tree_nodes,
             adapt_draft_length=config.adapt_draft_length,
+            max_prefill_stall_s=config.max_prefill_stall_s,
             sampled_drafts=config.sampled_drafts,
             keep_history=True,
             draft_deadline_s=apart.draft_deadline_s,

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 APP_NAME = "draftloop"
 _CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # Serve's own name for it
 _SHUTDOWN_DEADLINE_S = 60.0
+_ANSWER_DEADLINE_S = 10.0  # of a replica that runs
 
 
 class ServeError(RuntimeError):
@@ -53,6 +54,11 @@ def run_app(config: ServeConfig) -> str:
         shutdown()
         raise
     return config.base_url
+
+
+def memory_line() -> str:
+    """What a replica of the running app takes."""
+    return str(serve.get_app_handle(APP_NAME).memory.remote().result(timeout_s=_ANSWER_DEADLINE_S))
 
 
 def shutdown() -> None:

@@ -50,13 +50,15 @@ class ServeConfig(BaseModel):
     backend: str = "auto"  # forward passes: auto, torch or native
     device: str = "cpu"  # cpu, or cuda: one GPU per replica
     cuda_graphs: bool = False  # with cuda: capture decoding passes and replay them
-    num_slots: Positive = 8  # sequences decoded at once, per replica
+    num_slots: Positive | None = 8  # sequences decoded at once, per replica; None: as many as memory_bytes hold
+    memory_bytes: Positive | None = None  # a replica's weights, slots and drafter; None: a share of what is free
     max_len: Positive = 2048  # tokens of a sequence, prompt included; cut to the target's own context
     max_waiting: Annotated[int, Field(ge=0)] = (
         64  # requests that may wait for a slot, per replica; further ones get 503
     )
     num_draft_tokens: Annotated[int, Field(ge=0)] = TREE_DEPTH  # most drafts per round, or a tree's depth; 0: none
     tree_nodes: Annotated[int, Field(ge=0, le=MAX_TREE_NODES)] = MOST_TREE_NODES  # most nodes of a tree; 0: chains
+    max_prefill_stall_s: Annotated[float, Field(gt=0)] | None = 0.1  # that prompts hold up streams by, per round
     adapt_draft_length: bool = True  # choose each sequence's number by cost, so that drafting switches itself off
     target_layer_ids: list[int] | None = None  # layers to tap beside the drafter's, for drafters swapped in later
     disaggregated: Disaggregation | None = None  # None: target and drafter in one process

@@ -150,7 +150,8 @@ class Overheard:
         reply = self.inner.draft(request)
         parts = request.tokens_N.split(request.counts)
         for i, key in enumerate(zip(request.slots, request.epochs, strict=True)):
-            self.told.setdefault(key, [request.first_tokens[i]]).extend(parts[i].tolist())
+            begun = self.told.get((key[0], request.reused_epoch(i)), [request.first_tokens[i]])
+            self.told.setdefault(key, begun[: request.starts[i] + 1]).extend(parts[i].tolist())
             anchor = request.starts[i] + request.counts[i] - 1
             self.rounds.setdefault(key, []).append((anchor, reply.tokens_BK[i].tolist()))
         return reply

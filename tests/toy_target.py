@@ -63,13 +63,16 @@ class _TargetDrafter:
 
     def _observe(self, request: DraftRequest) -> list[list[int]]:
         sequences, offset, tokens = [], 0, request.tokens_N.tolist()
-        for slot, epoch, count, start, first in zip(
-            request.slots, request.epochs, request.counts, request.starts, request.first_tokens, strict=True
-        ):
+        asked = zip(request.slots, request.epochs, request.counts, request.starts, request.first_tokens, strict=True)
+        for b, (slot, epoch, count, start, first) in enumerate(asked):
             known_epoch, known = self.sequences.get(slot, (None, {}))
-            if known_epoch != epoch:
+            if known_epoch != epoch and request.reused_epoch(b) >= 0:
+                assert known_epoch == request.reused_epoch(b), "an epoch goes on from the one before it"
+                known = {p: known[p] for p in range(start + 1)}
+            elif known_epoch != epoch:
                 assert start == 0, "an epoch starts at position 0"
                 known = {0: first}
+            assert known[0] == first
             assert len(known) == start + 1, "pairs must continue where the last request ended"
             known.update({start + 1 + i: tokens[offset + i] for i in range(count)})
             self.sequences[slot] = (epoch, known)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drafters.drafter import Answer, AwaitedDrafter, DrafterAwayError
@@ -71,7 +71,7 @@ class AwaitedDrafting(Drafting):
         waiting = {id(s) for ask in self._asked[1:] for s in ask.sequences}
         mine = [s for s in plan.decoding if id(s) not in waiting]
         self._round = (started, batch, len(mine) < batch, len(mine))
-        return Plan(mine, plan.prefilling)
+        return replace(plan, decoding=mine)
 
     def draft(self, plan: Plan, num_draft_tokens: int, tree_nodes: int, stats: EngineStats) -> tuple[list[int], Drafts]:
         """See `Drafting.draft`; the drafts are those asked for after an earlier round."""
@@ -154,7 +154,7 @@ class AwaitedDrafting(Drafting):
             self._count(str(error), stats)
             return  # nothing was sent: the pairs are still to be told
         for s in sequences:
-            s.observed, s.pending_features = s.cached, []
+            s.observed, s.drafter_epoch, s.pending_features = s.cached, s.epoch, []
         seconds = time.perf_counter() - started
         self._asked.append(_Ask(ticket, sequences, lengths, room, tree_nodes, seconds))
 
@@ -194,6 +194,7 @@ class AwaitedDrafting(Drafting):
 
     def _lose(self, ask: _Ask) -> None:
         """What the drafter noted of these before it failed is unknown: it must not go on from there."""
+        self.failures += 1
         for s in ask.sequences:
             s.draftable, s.pending_features = False, []
 

@@ -15,7 +15,9 @@ from drafters.mtp import RecursiveHead
 from drafters.packed_linear import PackLinear
 from drafters.target import load_model, load_target
 from serving.engine import native_build
+from serving.engine.available_memory import available_bytes
 from serving.engine.engine import Engine, EngineConfig
+from serving.engine.memory_plan import Form, MemoryNeeds, MemoryPlan, memory_needs
 from serving.engine.native_linear import LinearMemory, NativeLinear
 from serving.engine.native_recursive_drafter import NativeRecursiveDrafter
 from serving.engine.native_rows import NativeRows
@@ -34,6 +36,7 @@ class EngineBuildError(ValueError):
 
 TORCH_THREADS = torch.get_num_threads()  # torch's own choice, before an engine changes it
 BACKENDS = ("auto", "native", "torch")
+CPU_SHARE, GPU_SHARE = 0.6, 0.8  # of the memory that is free, for an engine that chooses its number of slots
 
 
 def build_engine(
@@ -42,7 +45,8 @@ def build_engine(
     dtype: str = "float32",
     backend: str = "auto",
     device: str = "cpu",
-    num_slots: int = 8,
+    num_slots: int | None = 8,
+    memory_bytes: int | None = None,
     max_len: int = 2048,
     drafter_path: Path | None = None,
     target_layer_ids: Sequence[int] | None = None,
@@ -53,6 +57,8 @@ def build_engine(
     """Load a target (a folder from `resolve_target`) and a drafter into a new engine.
 
     `target_layer_ids` are tapped beside those that the drafter needs. `max_len` is cut to the target's own context.
+    `num_slots` None: as many as `memory_bytes` hold with all else, up to 64 (None: of 60% of the free memory, 80% on a
+    GPU). Both given: an error if they do not fit. `engine.memory` says what it takes.
     `num_threads` are the forward pass's (None: torch's choice); where native kernels run, torch itself is set to one.
     `cuda_graphs` captures the decoding passes of a CUDA engine and replays them.
     Raises TargetError, CheckpointError, UnsupportedTargetError, or EngineBuildError.
@@ -67,13 +73,24 @@ def build_engine(
     taps = set(target_layer_ids or ())
     if drafter_path is not None:
         taps |= set(read_config(drafter_path).target_layer_ids)
+    needs = memory_needs(
+        target.path,
+        target.config.get_text_config(),
+        drafter_path,
+        dtype=DTYPES[dtype],
+        form=_form(target.path, backend, device),
+        max_len=min(max_len, target.max_len),
+        taps=tuple(sorted(taps)),
+        engine_config=config or EngineConfig(),
+    )
+    memory = plan_memory(needs, num_slots, memory_bytes, device)
     rows = build_rows(
         target.path,
         dtype=DTYPES[dtype],
         backend=backend,
         device=device,
-        num_slots=num_slots,
-        max_len=min(max_len, target.max_len),
+        num_slots=memory.num_slots,
+        max_len=memory.max_len,
         target_layer_ids=tuple(sorted(taps)),
         num_threads=threads,
         cuda_graphs=cuda_graphs,
@@ -85,7 +102,30 @@ def build_engine(
     drafter = None
     if drafter_path is not None:
         drafter = load_drafter_for(rows, drafter_path, target.path)
-    return Engine(rows, drafter, config=config, eos_token_ids=target.eos_token_ids)
+    engine = Engine(rows, drafter, config=config, eos_token_ids=target.eos_token_ids)
+    engine.memory = memory
+    return engine
+
+
+def plan_memory(needs: MemoryNeeds, num_slots: int | None, memory_bytes: int | None, device: str) -> MemoryPlan:
+    """The slots that were asked for, or as many as fit; see `build_engine`. Raises EngineBuildError."""
+    budget = memory_bytes
+    if budget is None and num_slots is None:
+        budget = int(available_bytes(device) * (GPU_SHARE if device.startswith("cuda") else CPU_SHARE))
+    if budget is None:
+        return needs.plan(num_slots or 1)
+    most = needs.most_slots(budget)
+    plan = needs.plan(num_slots or max(1, most), budget)
+    if plan.total_bytes <= budget:
+        return plan
+    if memory_bytes is None:
+        log.warning("memory is short for this target: %s", plan.describe())
+        return plan
+    fewer = f"num_slots {most}, " if most else ""  # all that fit
+    raise EngineBuildError(
+        f"the engine does not fit into its memory: {plan.describe()}; "
+        f"give {fewer}a smaller max_len, or memory_bytes {plan.total_bytes}"
+    )
 
 
 def load_drafter_for(rows: RowsBackend, drafter_path: Path, target_path: Path) -> Drafter:
@@ -123,8 +163,7 @@ def build_rows(
     """The backend that runs the target's forward passes."""
     if cuda_graphs and not device.startswith("cuda"):
         raise EngineBuildError(f"cuda_graphs needs a CUDA device, not {device}; give device cuda or leave it off")
-    if backend not in BACKENDS:
-        raise EngineBuildError(f"unknown backend {backend!r}; give one of {', '.join(BACKENDS)}")
+    _check_backend(backend)
     reason = _no_native_reason(target_path, device) if backend != "torch" else None
     if backend == "native" and reason:
         raise EngineBuildError(f"the native backend cannot run this target: {reason}; give --backend torch")
@@ -157,6 +196,19 @@ def _pack_for_torch(dtype: torch.dtype, device: str, num_threads: int) -> PackLi
         return None
     log.info("the torch backend's linear layers run on the native kernel in %s", str(dtype).removeprefix("torch."))
     return functools.partial(NativeLinear, dtype=dtype, num_threads=num_threads, memory=LinearMemory(dtype))
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise EngineBuildError(f"unknown backend {backend!r}; give one of {', '.join(BACKENDS)}")
+
+
+def _form(target_path: Path, backend: str, device: str) -> Form:
+    """How the target's linear layers will be held."""
+    _check_backend(backend)
+    if backend != "torch" and _no_native_reason(target_path, device) is None:
+        return "native"
+    return "plain" if device != "cpu" or native_build.unavailable_reason() else "packed"
 
 
 def _no_native_reason(target_path: Path, device: str) -> str | None:

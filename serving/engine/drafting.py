@@ -36,6 +36,7 @@ class EngineStats:
     passes: int = 0  # forward passes
     rows: int = 0  # rows fed
     emitted_tokens: int = 0
+    prefix_tokens: int = 0  # prompt tokens that were not fed, since their slots held them already
     acceptance: Acceptance = field(default_factory=Acceptance)
     fallbacks: dict[str, int] = field(default_factory=dict)  # rounds decoded plainly because of the drafter, by reason
     timings: Timings = field(default_factory=Timings)
@@ -60,6 +61,7 @@ class Drafting:
         self.columns = _feature_columns(backend, drafter) if drafter.target_layer_ids else None  # None: it taps nothing
         self._backend = backend
         drafter.allocate(backend.num_slots, backend.max_len)
+        self.failures = 0  # rounds after which it is unknown what the drafter still knows
         self._chooser: DraftLengthChooser | None = None
         if adapt:
             self._chooser = DraftLengthChooser(
@@ -95,7 +97,7 @@ class Drafting:
             self._fall_back(sequences, error, stats)
             return [0] * batch, Drafts.none(batch)
         for s in sequences:
-            s.observed, s.pending_features = s.cached, []
+            s.observed, s.drafter_epoch, s.pending_features = s.cached, s.epoch, []
         seconds = time.perf_counter() - started
         if not plan.prefilling and catching_up <= num_draft_tokens + 1:
             stats.timings.draft[len(sequences), number].append(seconds)
@@ -154,6 +156,7 @@ class Drafting:
         if reason not in stats.fallbacks:
             log.warning("drafter %s failed, decoding goes on plainly: %s: %s", self.drafter.name, reason, error)
         stats.fallbacks[reason] = stats.fallbacks.get(reason, 0) + 1
+        self.failures += 1
         for s in sequences:  # what the drafter noted before it failed is unknown: it must not go on from there
             s.draftable, s.pending_features = False, []
 

@@ -12,38 +12,29 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drafters.drafter import AwaitedDrafter, Drafter
 from serving.engine.awaited_drafting import AwaitedDrafting
 from serving.engine.drafting import Drafting, EngineStats
-from serving.engine.overlap import Overlap, OverlapChoice
-from serving.engine.round import Drafts, Outcome, assemble_rows, decide
-from serving.engine.rows import Move, RowsBackend
+from serving.engine.engine_config import EngineConfig
+from serving.engine.overlap import OverlapChoice
+from serving.engine.prefill_budget import PrefillBudget
+from serving.engine.round import Drafts, Outcome, accepted_entries, assemble_rows, decide
+from serving.engine.rows import RowsBackend
 from serving.engine.sampling import Sampling
 from serving.engine.scheduler import Plan, Scheduler
 from serving.engine.sequence import Completion, Progress, Sequence
+from serving.engine.slot_memory import FeatureUse, SlotMemory
+
+if TYPE_CHECKING:
+    from serving.engine.memory_plan import MemoryPlan
 
 
 class RequestError(ValueError):
     """A request that the engine cannot take; the message names the mend."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How the engine runs its rounds."""
-
-    num_draft_tokens: int = 4  # drafts per round, cut to what the drafter can do; 0 switches drafting off
-    tree_nodes: int = 0  # most nodes of a draft tree of depth num_draft_tokens, if the drafter makes trees; 0: chains
-    adapt_draft_length: bool = False  # choose each sequence's number by cost, with num_draft_tokens as the most
-    max_prefill_rows: int = 512  # prompt rows per pass, so that a long prompt does not stall running streams
-    sampled_drafts: bool = True  # False: drafters that sample propose their likeliest drafts, at any temperature
-    keep_history: bool = False  # keep running sequences' features (bfloat16), so that a new drafter drafts for them too
-    draft_deadline_s: float = 0.25  # a round waits so long for the drafts of a drafter elsewhere, then goes on plainly
-    overlap: Overlap = "auto"  # with a drafter elsewhere: rounds by halves, drafting and verifying at the same time
 
 
 class Engine:
@@ -61,9 +52,14 @@ class Engine:
         self.config = config or EngineConfig()
         self.eos_token_ids = tuple(eos_token_ids)
         self.stats = EngineStats()
+        self.memory: MemoryPlan | None = None  # what it takes, if `build_engine` made it
         self.num_draft_tokens = self.config.num_draft_tokens
         self.tree_nodes = 0
-        self._scheduler = Scheduler(backend.num_slots, self.config.max_prefill_rows)
+        self._memory = SlotMemory(
+            backend.num_slots, reuse=self.config.reuse_prefixes, lowest_first=backend.wants_equal_runs
+        )
+        self._prefill = PrefillBudget(self.config.max_prefill_rows, self.config.max_prefill_stall_s)
+        self._scheduler = Scheduler(backend.num_slots, self._prefill, self._memory)
         self._requests: dict[str, Sequence] = {}
         self._finished: list[Progress] = []  # cancelled since the last step
         self._names = itertools.count()
@@ -161,7 +157,9 @@ class Engine:
     def step(self) -> list[Progress]:
         """One round for everybody: draft, verify, keep. Returns what each request gained."""
         finished, self._finished = self._finished, []
-        plan = self._scheduler.plan()
+        self._memory.claim(self.backend)
+        plan = self._scheduler.plan(self._feature_use())
+        self.stats.prefix_tokens += sum(s.prefix_tokens for s in plan.admitted)
         if self._drafting:
             plan = self._drafting.turn(plan)
         if not plan.decoding and not plan.prefilling:
@@ -169,18 +167,21 @@ class Engine:
         batch = len(plan.decoding)
         asked, drafts = [0] * batch, Drafts.none(batch)
         if self._drafting:
+            failures = self._drafting.failures
             asked, drafts = self._drafting.draft(plan, self.num_draft_tokens, self.tree_nodes, self.stats)
+            if self._drafting.failures > failures:
+                untold = [s for s in self._scheduler.running.values() if s.draftable and s.reused_epoch >= 0]
+                self._forget_drafter(untold)
         started = time.perf_counter()
         members = plan.decoding + [s for s, _ in plan.prefilling]
         wanted = any(s.keeps_features or self._feeds_drafter(s) for s in members)
         rows = assemble_rows(plan, drafts, with_features=wanted)
         output = self.backend.forward(rows)
         outcomes = decide(plan, drafts, output)
-        moves = [move for s, outcome in zip(plan.decoding, outcomes, strict=False) if (move := _move(s, outcome))]
+        moves = [m for s, outcome in zip(plan.decoding, outcomes, strict=False) if (m := accepted_entries(s, outcome))]
         if moves:
             self.backend.move_entries(moves)
-        if not plan.prefilling:
-            self._note_step(batch, drafts, time.perf_counter() - started)
+        self._note_pass(plan, drafts, time.perf_counter() - started)
         self.stats.passes += 1
         self.stats.rows += len(rows.ids_R)
         progress = self._commit(plan, asked, drafts, outcomes, output.features_RF)
@@ -237,8 +238,7 @@ class Engine:
         nodes = min(self.config.tree_nodes, drafter.max_tree_nodes) if drafter else 0
         drafting = self._drafting_with(drafter, nodes > 0) if drafter else None
         self._drafting, self.tree_nodes = drafting, nodes  # not before: a drafter that does not fit leaves the old one
-        for sequence in self._scheduler.running.values():
-            sequence.forget_drafter(self._columns() is not None, self.backend.device)
+        self._forget_drafter(list(self._scheduler.running.values()))
 
     def _drafting_with(self, drafter: Drafter, trees: bool) -> Drafting:
         config = self.config
@@ -263,7 +263,24 @@ class Engine:
         """The features that the drafter reads, if it reads any."""
         return self._drafting.columns if self._drafting else None
 
-    def _note_step(self, batch: int, drafts: Drafts, seconds: float) -> None:
+    def _feature_use(self) -> FeatureUse:
+        if self._columns() is None:
+            return FeatureUse.NONE
+        return FeatureUse.KEPT if self.num_draft_tokens > 0 else FeatureUse.DROPPED
+
+    def _forget_drafter(self, sequences: list[Sequence]) -> None:
+        """The drafter knows nothing of these sequences, nor of what is left of earlier ones in free slots."""
+        self._memory.forget_drafter()
+        for s in sequences:
+            s.forget_drafter(self._columns() is not None, self.backend.device)
+
+    def _note_pass(self, plan: Plan, drafts: Drafts, seconds: float) -> None:
+        batch = len(plan.decoding)
+        self._prefill.observe(
+            batch + sum(len(tokens) for tokens in drafts.tokens), sum(count for _, count in plan.prefilling), seconds
+        )
+        if plan.prefilling:
+            return
         if self._drafting:
             self._drafting.note_step(batch, drafts, seconds, self.stats)
         else:
@@ -296,7 +313,7 @@ class Engine:
 
     def _feeds_drafter(self, s: Sequence) -> bool:
         """Whether the drafter will want this sequence's features; with drafting switched off they are not kept."""
-        return self._columns() is not None and s.draftable and self.num_draft_tokens > 0
+        return self._feature_use() is FeatureUse.KEPT and s.draftable
 
     def _keep_features(self, s: Sequence, features_RF: torch.Tensor | None, row: int, kept: list[int]) -> None:
         feeds = self._feeds_drafter(s)
@@ -329,11 +346,3 @@ class Engine:
             logprobs=outcome.logprobs and outcome.logprobs[: len(taken)],
             completion=completion,
         )
-
-
-def _move(s: Sequence, outcome: Outcome) -> Move | None:
-    """What makes the accepted path of a tree the sequence's next entries; None where it is that already."""
-    if not outcome.path or outcome.path[-1] == len(outcome.path) - 1:
-        return None
-    first = s.cached + 1  # behind the anchor's
-    return Move(s.slot, first, [first + j for j in outcome.path])

@@ -56,6 +56,12 @@ def kv_buffers(arena: Arena, lanes: tuple[int, ...], *, max_len: int, head_dim: 
     return keys, arena.zeros((*lanes, blocks * KEY_BLOCK, head_dim + -head_dim % KEY_BLOCK), torch.float32)
 
 
+def kv_slot_bytes(lanes: tuple[int, ...], *, max_len: int, head_dim: int) -> int:
+    """Bytes that `kv_buffers` takes for one slot; `lanes` are (layers, kv_heads)."""
+    positions = max_len + -max_len % KEY_BLOCK
+    return math.prod(lanes) * positions * (2 * head_dim + -head_dim % KEY_BLOCK) * 4
+
+
 def aligned(workspace: Tensor) -> int:
     """Address of the first cache line of a workspace that has 16 floats to spare."""
     return -(-workspace.data_ptr() // 64) * 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
@@ -135,6 +135,12 @@ class Packer:
         tiles = weight.view(-1, TILE, (inputs + pad_in) // pair, pair).permute(0, 2, 1, 3)
         bias = None if bias_O is None else self.vector(F.pad(bias_O.detach().float(), (0, pad_out)))
         return LinearStruct(self.keep(tiles), bias, inputs + pad_in, outputs)
+
+
+def packed_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of `Packer.linear` for a matrix [O, I] without bias."""
+    outputs, inputs = shape
+    return (outputs + -outputs % TILE) * (inputs + inputs % 2) * dtype.itemsize
 
 
 class StateDict:

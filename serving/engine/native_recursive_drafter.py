@@ -14,11 +14,11 @@ import torch
 
 from drafters.draft_tree import MAX_TREE_NODES
 from drafters.drafter import DraftReply, DraftRequest, empty_reply
-from drafters.mtp import RecursiveHead
-from drafters.mtp_drafter import MAX_FRONTIER
+from drafters.mtp import MtpConfig, RecursiveHead
+from drafters.mtp_drafter import MAX_DRAFT_TOKENS, MAX_FRONTIER
 from drafters.pair_ledger import PairLedger
 from serving.engine import native_build
-from serving.engine.native_memory import Arena, aligned, kv_buffers
+from serving.engine.native_memory import Arena, aligned, kv_buffers, kv_slot_bytes
 from serving.engine.native_pack import (
     DraftTaskStruct,
     LayerStruct,
@@ -42,7 +42,7 @@ class NativeRecursiveDrafter:
         *,
         num_threads: int,
         name: str = "mtp-recursive",
-        max_draft_tokens: int = 16,
+        max_draft_tokens: int = MAX_DRAFT_TOKENS,
         dtype: torch.dtype = torch.bfloat16,
         isa: str | None = None,
     ):
@@ -76,6 +76,12 @@ class NativeRecursiveDrafter:
         self._workspace = torch.zeros(floats + 16)
         self._kept = (keys, values, cos, sin)
         self._ledger = PairLedger(num_slots)
+
+    @staticmethod
+    def slot_bytes(config: MtpConfig, max_len: int) -> int:
+        """Bytes of keys and values that `allocate` takes for a slot."""
+        capacity = max_len + MAX_DRAFT_TOKENS * MAX_FRONTIER
+        return kv_slot_bytes((1, config.num_key_value_heads), max_len=capacity, head_dim=config.head_dim)
 
     def draft(self, request: DraftRequest) -> DraftReply:
         """See `Drafter`. Raises ValueError if pairs are missing or more drafts are asked for than there is room."""

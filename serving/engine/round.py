@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafters.drafter import DraftReply, DraftRequest, SparseProbs
 from serving.engine.logprobs import TokenLogprobs
-from serving.engine.rows import Rows, RowsOutput, Run, make_rows
+from serving.engine.rows import Move, Rows, RowsOutput, Run, make_rows
 from serving.engine.scheduler import Plan
 from serving.engine.sequence import Sequence
 from serving.engine.verification import Verification
@@ -121,7 +121,10 @@ def draft_request(
     tokens = [token for s in sequences for token in s.tokens[s.observed + 1 : s.cached + 1]]
     features = None
     if columns is not None:
-        features = torch.cat([chunk for s in sequences for chunk in s.pending_features])[:, columns]
+        chunks = [chunk for s in sequences for chunk in s.pending_features]
+        newest = chunks[-1]  # what was kept for the next drafter lies elsewhere, in bfloat16
+        features = torch.cat([chunk.to(newest.device, newest.dtype) for chunk in chunks])
+        features = features[:, columns if isinstance(columns, slice) else columns.to(features.device)]
     return DraftRequest(
         slots=[s.slot for s in sequences],
         epochs=[s.epoch for s in sequences],
@@ -134,6 +137,7 @@ def draft_request(
         tree_nodes=tree_nodes,
         temperatures=[s.sampling.temperature if sampled else 0.0 for s in sequences],
         seeds=[s.sampling.seed for s in sequences],
+        reused_epochs=[s.reused_epoch for s in sequences],
     )
 
 
@@ -196,3 +200,11 @@ def decide(plan: Plan, drafts: Drafts, output: RowsOutput) -> list[Outcome]:
         next(first_tokens) if s.cached + count == s.prompt_len else Outcome([], []) for s, count in plan.prefilling
     ]
     return outcomes[: len(plan.decoding)] + prefilled
+
+
+def accepted_entries(s: Sequence, outcome: Outcome) -> Move | None:
+    """What makes the accepted path of a tree the sequence's next entries; None where it is that already."""
+    if not outcome.path or outcome.path[-1] == len(outcome.path) - 1:
+        return None
+    first = s.cached + 1  # behind the anchor's
+    return Move(s.slot, first, [first + j for j in outcome.path])

@@ -29,6 +29,7 @@ class Completion:
     acceptance: Acceptance  # of this request's verify rounds
     features_TF: Tensor | None  # bfloat16, T = len(prompt_ids) + len(token_ids) - 1: the last token is never fed
     drafter: str | None  # name of the drafter that served it last
+    prefix_tokens: int = 0  # of the prompt, those whose keys and values its slot held already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,9 @@ class Sequence:
     slot: int = -1
     epoch: int = 0
     cached: int = 0  # positions whose keys and values are in the slot and verified
-    observed: int = 0  # pairs (features at p, token at p + 1) handed to the drafter
+    prefix_tokens: int = 0  # of the prompt, those that were cached when it was admitted
+    observed: int = 0  # pairs (features at p, token at p + 1) that the drafter knows
+    drafter_epoch: int = -1  # under which it knows them: until the first draft an earlier sequence's; -1: it knows none
     draftable: bool = True  # False once the drafter has missed pairs that cannot be given again
     pending_features: list[Tensor] = field(default_factory=list)  # of positions observed..cached, for the drafter
     kept_features: list[Tensor] = field(default_factory=list)  # of all positions, for the rollout or the next drafter
@@ -80,19 +83,29 @@ class Sequence:
     def keeps_features(self) -> bool:
         return self.keep_features or self.keep_history
 
+    @property
+    def history_is_whole(self) -> bool:
+        """Whether the features of all cached positions were kept for the next drafter."""
+        return self.keep_history and self.cached == sum(len(chunk) for chunk in self.kept_features)
+
     def forget_drafter(self, needs_features: bool, device: torch.device) -> None:
         """Another drafter is to draft: it is told everything from the start, or nothing if that was not kept."""
-        self.observed, self.pending_features = 0, []
+        self.observed, self.drafter_epoch, self.pending_features = 0, -1, []
         self.position_acceptance = PositionAcceptance()
-        complete = self.cached == sum(len(chunk) for chunk in self.kept_features)
-        if needs_features and complete:
+        if needs_features and self.history_is_whole:
             self.pending_features = [chunk.to(device) for chunk in self.kept_features]
-        self.draftable = (complete or not needs_features) and self.most_drafts > 0
+        told = self.history_is_whole or self.cached == 0 or not needs_features
+        self.draftable = told and self.most_drafts > 0
 
     @property
     def most_drafts(self) -> float:
         """Drafts per round that the request allows; with none the drafter never hears of it."""
         return math.inf if self.sampling.num_draft_tokens is None else self.sampling.num_draft_tokens
+
+    @property
+    def reused_epoch(self) -> int:
+        """The epoch whose pairs this sequence's first draft is to go on from; -1: none's, or it is not the first."""
+        return self.drafter_epoch if self.drafter_epoch != self.epoch else -1
 
     @property
     def emitted(self) -> list[int]:
@@ -123,4 +136,5 @@ class Sequence:
             acceptance=self.acceptance,
             features_TF=features,
             drafter=drafter if self.most_drafts else None,
+            prefix_tokens=self.prefix_tokens,
         )

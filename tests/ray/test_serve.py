@@ -14,7 +14,7 @@ import pytest
 from drafters.target import load_target
 from serving.engine.build import build_engine
 from serving.engine.sampling import Sampling
-from serving.serve_app import ServeError, build, run_app, shutdown
+from serving.serve_app import ServeError, build, memory_line, run_app, shutdown
 from serving.serve_config import ServeConfig
 from tests.serving.test_replica import save_untrained_drafter
 from tests.toy_folder import save_toy_target
@@ -94,6 +94,10 @@ def test_chat_equals_plain_decoding(client, config):
     assert spec["drafter"] is not None
     assert spec["tau"] >= 1.0
     assert spec["rounds"] > 0
+
+
+def test_a_replica_tells_what_it_takes(base_url):
+    assert "KV 2 slots x 8192 tokens" in memory_line()
 
 
 def test_streams_and_completions(client):

@@ -26,7 +26,8 @@ from tests.toy_target import (
     toy_prompts,
 )
 
-PROMPTS = toy_prompts(6, seed=3, low=1, high=30)
+SHARED = toy_prompts(1, seed=4, low=20, high=20)[0]
+PROMPTS = [*toy_prompts(3, seed=3, low=1, high=30), *(SHARED + p for p in toy_prompts(3, seed=5, low=1, high=12))]
 SAMPLINGS = (
     Sampling(max_new_tokens=24),
     Sampling(max_new_tokens=7),
@@ -67,6 +68,7 @@ events = st.lists(
         st.tuples(st.just("length"), st.integers(0, 6), st.just(0)),
         st.tuples(st.just("nodes"), st.integers(0, 12), st.just(0)),
         st.tuples(st.just("rounds"), st.integers(1, 5), st.just(0)),
+        st.tuples(st.just("swap"), st.just(0), st.just(0)),
     ),
     min_size=1,
     max_size=14,
@@ -106,6 +108,8 @@ def test_every_sequence_equals_its_solo_run(backend, script, name, prefill, adap
             engine.tree_nodes = max(1, first)
         elif kind == "rounds":
             rounds(first)
+        elif kind == "swap":
+            engine.set_drafter(engine.drafter)
     rounds(400)
 
     assert not engine.has_work
