@@ -11,10 +11,10 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import ray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve.config import HTTPOptions
 
@@ -23,6 +23,7 @@ from drafters.draft_tree import MAX_TREE_NODES
 from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import TargetError, load_target
 from drafters.target_source import SMOLLM2_NAMES
+from serving.autoscaling import AutoscaleConfig
 from serving.chat_options import ChatOptions, ChatOptionsError, ChatTemplate, Thinking, training_mismatch
 from serving.engine.drafting import MOST_TREE_NODES, TREE_DEPTH
 from serving.replica import Replica
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 APP_NAME = "draftloop"
 _CONTROLLER = "SERVE_CONTROLLER_ACTOR"  # Serve's own name for it
 _SHUTDOWN_DEADLINE_S = 60.0
+_DRAIN_LOOK_S = 0.5  # between two looks at whether a replica that leaves has finished; what comes late goes elsewhere
 _SPARE_REQUESTS = 16  # beyond slots and queue, so that the app itself refuses (503) and still answers /health
 
 Positive = Annotated[int, Field(ge=1)]
@@ -68,11 +70,25 @@ class ServeConfig(BaseModel):
     adapt_draft_length: bool = True  # choose each sequence's number by cost, so that drafting switches itself off
     target_layer_ids: list[int] | None = None  # layers to tap beside the drafter's, for drafters swapped in later
     num_replicas: Positive = 1
+    autoscale: AutoscaleConfig | None = None  # as many replicas as the load wants, in place of num_replicas
     num_cpus: Annotated[float, Field(gt=0)] = 1.0  # logical CPUs that Ray sets aside per replica
     threads: Positive | None = None  # torch threads per replica; None: torch's choice
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # until the first replica must answer
     stall_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # longest wait of a request for its next token
     drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # running requests may finish when a replica stops
+
+    @model_validator(mode="after")
+    def _autoscale_works(self) -> "ServeConfig":
+        if self.autoscale is not None:
+            if "num_replicas" in self.model_fields_set:
+                raise ValueError("num_replicas and autoscale exclude each other; give autoscale.min_replicas")
+            self.autoscale.check(
+                num_slots=self.num_slots,
+                max_waiting=self.max_waiting,
+                max_len=self.max_len,
+                stall_timeout_s=self.stall_timeout_s,
+            )
+        return self
 
     @property
     def served_name(self) -> str:
@@ -95,14 +111,24 @@ def build(config: ServeConfig) -> serve.Application:
     resources = {"num_cpus": config.num_cpus, "num_gpus": 1 if config.device.startswith("cuda") else 0}
     deployment = serve.deployment(
         name="Replica",
-        num_replicas=config.num_replicas,
+        **_scaling(config),
         ray_actor_options=resources,
         max_ongoing_requests=config.num_slots + config.max_waiting + _SPARE_REQUESTS,
         user_config={"drafter": config.drafter},
-        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
         health_check_timeout_s=60,
     )
     return deployment(Replica).bind(config)
+
+
+def _scaling(config: ServeConfig) -> dict[str, Any]:
+    """How many replicas, and how long one that leaves may take for the requests that it has."""
+    if config.autoscale is None:
+        return {"num_replicas": config.num_replicas, "graceful_shutdown_timeout_s": config.drain_timeout_s}
+    return {
+        "autoscaling_config": config.autoscale.for_serve(config.num_slots),
+        "graceful_shutdown_timeout_s": config.autoscale.drain_timeout_s,
+    }
 
 
 def run_app(config: ServeConfig) -> str:

@@ -17,6 +17,7 @@ from drafters.checkpoint import read_provenance
 from drafters.drafter import Drafter
 from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import load_target
+from serving.autoscaling import load_figures
 from serving.chat_options import ChatTemplate, training_mismatch
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.build import build_engine, load_drafter_for
@@ -134,6 +135,10 @@ class Replica:
         """Serve restarts the replica if this raises."""
         if self._engine.refusal is not None:
             raise RuntimeError(self._engine.refusal)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's name for what it asks a replica for, if it scales."""
+        return await load_figures(self._engine)
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):

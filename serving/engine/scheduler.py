@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -34,6 +35,16 @@ class Scheduler:
     @property
     def free_slots(self) -> int:
         return len(self._free)
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests here, prompts and what was emitted."""
+        return sum(len(sequence.tokens) for sequence in (*self.waiting, *self.running.values()))
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the first of the queue has waited; 0 if nobody waits."""
+        return time.monotonic() - self.waiting[0].queued_at if self.waiting else 0.0
 
     def plan(self) -> Plan:
         """Admit what fits, then divide the prefill budget among prompts, oldest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,6 +49,7 @@ class Sequence:
     sampling: Sampling
     stop_ids: frozenset[int]
     keep_features: bool
+    queued_at: float = field(default_factory=time.monotonic)
     slot: int = -1
     epoch: int = 0
     cached: int = 0  # positions whose keys and values are in the slot and verified
