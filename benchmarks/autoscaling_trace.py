@@ -53,7 +53,7 @@ class Scale:
 
 SCALES = {
     "smollm2": Scale(seconds=220, quiet_rps=0.3, peak_rps=3.0, tokens=64, prompt_chars=400, num_slots=8),
-    "other": Scale(seconds=40, quiet_rps=1.0, peak_rps=6.0, tokens=400, prompt_chars=60, num_slots=4),
+    "other": Scale(seconds=40, quiet_rps=1.0, peak_rps=10.0, tokens=400, prompt_chars=60, num_slots=2),
 }
 
 
