@@ -8,10 +8,10 @@ from typing import Any
 
 from ray import serve
 
-from serving.engine.memory_plan import MOST_SLOTS
 from serving.replica import Replica
 from serving.serve_config import ServeConfig
 
+_DRAIN_LOOK_S = 0.5  # between two looks at whether a replica that leaves has finished; what comes late goes elsewhere
 _SPARE_REQUESTS = 16  # beyond slots and queue, so that the app itself refuses (503) and still answers /health
 
 
@@ -28,12 +28,22 @@ def deployment_of(config: ServeConfig, **placement: Any) -> serve.Deployment:
     resources = {"num_cpus": config.num_cpus, "num_gpus": 1 if config.device.startswith("cuda") else 0}
     deployment = serve.deployment(
         name="Replica",
-        num_replicas=config.num_replicas,
+        **_scaling(config),
         ray_actor_options=resources | placement.pop("ray_actor_options", {}),
-        max_ongoing_requests=(config.num_slots or MOST_SLOTS) + config.max_waiting + _SPARE_REQUESTS,
+        max_ongoing_requests=config.most_slots + config.max_waiting + _SPARE_REQUESTS,
         user_config={"drafter": config.drafter},
-        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
         health_check_timeout_s=60,
         **placement,
     )
     return deployment(Replica)
+
+
+def _scaling(config: ServeConfig) -> dict[str, Any]:
+    """How many replicas, and how long one that leaves may take for the requests that it has."""
+    if config.autoscale is None:
+        return {"num_replicas": config.num_replicas, "graceful_shutdown_timeout_s": config.drain_timeout_s}
+    return {
+        "autoscaling_config": config.autoscale.for_serve(config.most_slots),
+        "graceful_shutdown_timeout_s": config.autoscale.drain_timeout_s,
+    }

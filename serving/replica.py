@@ -20,6 +20,7 @@ from drafters.checkpoint import read_config, read_provenance
 from drafters.drafter import Drafter
 from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import load_target
+from serving.autoscaling import load_figures
 from serving.chat_options import ChatTemplate, training_mismatch
 from serving.draft_link import RemoteDrafter
 from serving.drafter_actor import DrafterSettings
@@ -159,6 +160,10 @@ class Replica:
         """Serve restarts the replica if this raises."""
         if self._engine.refusal is not None:
             raise RuntimeError(self._engine.refusal)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's name for what it asks a replica for, if it scales."""
+        return await load_figures(self._engine)
 
     def __del__(self) -> None:
         supervisor = getattr(self, "_supervisor", None)

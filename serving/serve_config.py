@@ -4,12 +4,14 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from drafters.draft_tree import MAX_TREE_NODES
 from drafters.target_source import SMOLLM2_NAMES
+from serving.autoscaling import AutoscaleConfig
 from serving.chat_options import ChatOptions, Thinking
 from serving.engine.drafting import MOST_TREE_NODES, TREE_DEPTH
+from serving.engine.memory_plan import MOST_SLOTS
 from serving.engine.overlap import Overlap
 
 Positive = Annotated[int, Field(ge=1)]
@@ -64,11 +66,30 @@ class ServeConfig(BaseModel):
     disaggregated: Disaggregation | None = None  # None: target and drafter in one process
     sampled_drafts: bool = False  # let drafters that can sample do it: a seed's tokens then depend on the drafter
     num_replicas: Positive = 1
+    autoscale: AutoscaleConfig | None = None  # as many replicas as the load wants, in place of num_replicas
     num_cpus: Annotated[float, Field(gt=0)] = 1.0  # logical CPUs that Ray sets aside per replica
     threads: Positive | None = None  # torch threads per replica; None: torch's choice
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # until the first replica must answer
     stall_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # longest wait of a request for its next token
     drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # running requests may finish when a replica stops
+
+    @model_validator(mode="after")
+    def _autoscale_works(self) -> "ServeConfig":
+        if self.autoscale is not None:
+            if "num_replicas" in self.model_fields_set:
+                raise ValueError("num_replicas and autoscale exclude each other; give autoscale.min_replicas")
+            self.autoscale.check(
+                num_slots=self.most_slots,
+                max_waiting=self.max_waiting,
+                max_len=self.max_len,
+                stall_timeout_s=self.stall_timeout_s,
+            )
+        return self
+
+    @property
+    def most_slots(self) -> int:
+        """Slots of a replica, or the most that a memory budget may give it."""
+        return self.num_slots or MOST_SLOTS
 
     @property
     def served_name(self) -> str:

@@ -81,6 +81,16 @@ class Engine:
         return len(self._scheduler.waiting)
 
     @property
+    def tokens_in_flight(self) -> int:
+        """Of running and waiting requests, prompts and what was emitted."""
+        return self._scheduler.tokens
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the first of the queue has waited for a slot; 0 if nobody waits."""
+        return self._scheduler.oldest_wait_s
+
+    @property
     def num_slots(self) -> int:
         return self.backend.num_slots
 

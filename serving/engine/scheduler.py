@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
@@ -37,6 +38,16 @@ class Scheduler:
     @property
     def free_slots(self) -> int:
         return len(self._free)
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests here, prompts and what was emitted."""
+        return sum(len(sequence.tokens) for sequence in (*self.waiting, *self.running.values()))
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the first of the queue has waited; 0 if nobody waits."""
+        return time.monotonic() - self.waiting[0].queued_at if self.waiting else 0.0
 
     def plan(self, use: FeatureUse) -> Plan:
         """Admit what fits, then divide the prefill budget among the prompts. `use`: of this pass's features."""

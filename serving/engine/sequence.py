@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,6 +62,7 @@ class Sequence:
     stop_ids: frozenset[int]
     keep_features: bool  # for the completion
     keep_history: bool = False  # for the next drafter, should the one at work be replaced
+    queued_at: float = field(default_factory=time.monotonic)
     slot: int = -1
     epoch: int = 0
     cached: int = 0  # positions whose keys and values are in the slot and verified

@@ -152,6 +152,12 @@ def test_a_client_that_gives_up_waiting_frees_the_slot(client, base_url):
     wait_for_free_slots(base_url)
 
 
+def refusal(client: openai.OpenAI) -> openai.APIStatusError:
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.chat.completions.create(**CHAT, stream=True)
+    return caught.value
+
+
 def test_a_full_queue_answers_503_and_the_client_may_retry(client, base_url):
     streams = [client.chat.completions.create(**CHAT | {"max_tokens": LONG}, stream=True) for _ in range(2)]
     with ThreadPoolExecutor(1) as pool:
@@ -160,10 +166,11 @@ def test_a_full_queue_answers_503_and_the_client_may_retry(client, base_url):
         while metric(base_url, "num_requests_waiting") < 1:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        with pytest.raises(openai.InternalServerError) as caught:
-            client.chat.completions.create(**CHAT, stream=True)
-        assert caught.value.status_code == 503
-        assert int(caught.value.response.headers["Retry-After"]) >= 1
+        with ThreadPoolExecutor(20) as many:  # more than Serve lets through at once
+            refused = list(many.map(lambda _: refusal(client), range(20)))
+        for error in refused:
+            assert (error.status_code, error.code) == (503, "queue_full")
+            assert int(error.response.headers["Retry-After"]) >= 1
         for stream in streams:
             stream.close()
         assert waiting.result(60).usage.completion_tokens == 32

@@ -154,7 +154,7 @@ def test_serve_says_it_once_before_it_starts(tmp_path, toy_target_dir, caplog, m
     provenance = json.loads((drafter / "provenance.json").read_text()) | {"chat_template_hash": "f" * 32}
     (drafter / "provenance.json").write_text(json.dumps(provenance))
     config = ServeConfig(target=str(toy_target_dir), drafter=str(drafter))
-    with caplog.at_level(logging.WARNING, logger="serving.colocated"):
+    with caplog.at_level(logging.WARNING, logger="serving.serve_app"):
         serve_app._check(config)
     (said,) = [record.message for record in caplog.records]
     assert said.startswith(f"drafter {drafter} was trained with chat template {'f' * 32}; used with chat template ")
