@@ -154,7 +154,7 @@ class AwaitedDrafting(Drafting):
             self._count(str(error), stats)
             return  # nothing was sent: the pairs are still to be told
         for s in sequences:
-            s.observed, s.drafter_epoch, s.pending_features = s.cached, s.epoch, []
+            s.told(s.cached - s.observed)
         seconds = time.perf_counter() - started
         self._asked.append(_Ask(ticket, sequences, lengths, room, tree_nodes, seconds))
 

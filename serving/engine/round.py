@@ -117,14 +117,35 @@ def draft_request(
 
     `sampled` False asks for the likeliest drafts at any temperature.
     """
-    counts = [s.cached - s.observed for s in sequences]
-    tokens = [token for s in sequences for token in s.tokens[s.observed + 1 : s.cached + 1]]
     features = None
     if columns is not None:
-        chunks = [chunk for s in sequences for chunk in s.pending_features]
-        newest = chunks[-1]  # what was kept for the next drafter lies elsewhere, in bfloat16
-        features = torch.cat([chunk.to(newest.device, newest.dtype) for chunk in chunks])
-        features = features[:, columns if isinstance(columns, slice) else columns.to(features.device)]
+        features = _pending([chunk for s in sequences for chunk in s.pending_features], columns)
+    counts = [s.cached - s.observed for s in sequences]
+    return _request(sequences, counts, features, num_draft_tokens, tree_nodes, sampled)
+
+
+def note_request(s: Sequence, count: int, columns: slice | Tensor | None) -> DraftRequest:
+    """The next `count` pairs of one sequence, to be taken note of and nothing else."""
+    features = None if columns is None else _pending(s.pending_features, columns)[:count]
+    return _request([s], [count], features, 0, 0, False)
+
+
+def _pending(chunks: list[Tensor], columns: slice | Tensor) -> Tensor:
+    newest = chunks[-1]  # what was kept for the next drafter lies elsewhere, in bfloat16
+    features = torch.cat([chunk.to(newest.device, newest.dtype) for chunk in chunks])
+    return features[:, columns if isinstance(columns, slice) else columns.to(features.device)]
+
+
+def _request(
+    sequences: list[Sequence],
+    counts: list[int],
+    features: Tensor | None,
+    num_draft_tokens: int,
+    tree_nodes: int,
+    sampled: bool,
+) -> DraftRequest:
+    pieces = (s.tokens[s.observed + 1 : s.observed + 1 + n] for s, n in zip(sequences, counts, strict=True))
+    tokens = [token for piece in pieces for token in piece]
     return DraftRequest(
         slots=[s.slot for s in sequences],
         epochs=[s.epoch for s in sequences],

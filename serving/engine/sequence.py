@@ -85,6 +85,12 @@ class Sequence:
     def keeps_features(self) -> bool:
         return self.keep_features or self.keep_history
 
+    def told(self, pairs: int) -> None:
+        """The drafter was told so many more pairs."""
+        self.observed, self.drafter_epoch = self.observed + pairs, self.epoch
+        behind = self.cached - self.observed
+        self.pending_features = [torch.cat(self.pending_features)[-behind:]] if behind and self.pending_features else []
+
     @property
     def history_is_whole(self) -> bool:
         """Whether the features of all cached positions were kept for the next drafter."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from drafters.checkpoint import as_drafter
 from drafters.drafter import Answer, DrafterAwayError, DraftReply, DraftRequest
+from serving.engine import drafting
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.overlap import OverlapChoice
 from serving.engine.sampling import Sampling
@@ -199,6 +200,25 @@ def test_history_lets_a_new_drafter_go_on_from_what_the_old_one_knew(elsewhere):
     assert undisturbed[0] == kept[0] == forgotten[0]
     assert kept[1] >= undisturbed[1] - 1
     assert forgotten[1] <= 8
+
+
+def test_what_a_drafter_missed_is_told_in_parts_while_others_are_drafted_for(monkeypatch):
+    monkeypatch.setattr(drafting, "MOST_PAIRS", 8)
+    told: list[tuple[list[int], int]] = []
+
+    class Spy(AlwaysRight):
+        def draft(self, request: DraftRequest) -> DraftReply:
+            told.append((request.counts, request.num_draft_tokens))
+            return super().draft(request)
+
+    long_and_short = [toy_prompts(1, seed=4, low=40, high=40)[0], PROMPTS[0][:5]]
+    sampling = Sampling(max_new_tokens=30)
+    engine = Engine(rows(), Spy(toy_model()), config=EngineConfig(num_draft_tokens=NUM_DRAFTS))
+    done = engine.generate(long_and_short, sampling)
+    assert [c.token_ids for c in done] == [c.token_ids for c in Engine(rows()).generate(long_and_short, sampling)]
+    assert [counts for counts, drafts in told if drafts == 0] == [[8]] * 4  # 40 pairs, the last ones with a draft
+    assert all(max(counts) <= 8 for counts, _ in told)
+    assert all(c.acceptance.tau == NUM_DRAFTS + 1 for c in done)
 
 
 def test_overlap_is_kept_where_a_sequences_round_is_cheaper_that_way():
