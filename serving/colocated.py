@@ -26,6 +26,7 @@ from drafters.target_source import SMOLLM2_NAMES
 from serving.chat_options import ChatOptions, ChatOptionsError, ChatTemplate, Thinking, training_mismatch
 from serving.engine.drafting import MOST_TREE_NODES, TREE_DEPTH
 from serving.replica import Replica
+from serving.traffic_log import TrafficLogConfig, TrafficLogError, check_folder
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class ServeConfig(BaseModel):
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # until the first replica must answer
     stall_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # longest wait of a request for its next token
     drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # running requests may finish when a replica stops
+    traffic_log: TrafficLogConfig = TrafficLogConfig()  # where answered requests are kept; off without a `uri`
 
     @property
     def served_name(self) -> str:
@@ -142,7 +144,10 @@ def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
         and value.lower() not in SMOLLM2_NAMES  # names come before folders, as in resolve_target
         and (path := Path(value).expanduser()).exists()
     }
-    return config.model_copy(update=found)
+    traffic = config.traffic_log
+    if traffic.uri is not None and "://" not in traffic.uri:
+        traffic = traffic.model_copy(update={"uri": str(Path(traffic.uri).expanduser().resolve())})
+    return config.model_copy(update=found | {"traffic_log": traffic})
 
 
 def _check(config: ServeConfig) -> None:
@@ -160,7 +165,9 @@ def _check(config: ServeConfig) -> None:
             load_module(drafter, target.path)
             if differs := training_mismatch(read_provenance(drafter), template):
                 log.warning("drafter %s was %s: fewer drafts may be accepted", config.drafter, differs)
-    except (TargetError, CheckpointError, ChatOptionsError) as error:
+        if config.traffic_log.uri is not None:
+            check_folder(config.traffic_log)
+    except (TargetError, CheckpointError, ChatOptionsError, TrafficLogError) as error:
         raise ServeError(str(error)) from error
     try:
         ray.get_actor(_CONTROLLER, namespace="serve")

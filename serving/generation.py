@@ -20,8 +20,11 @@ from serving.detokenize import Detokenizer
 from serving.engine.async_engine import AsyncEngine, EngineError
 from serving.engine.sampling import Sampling
 from serving.engine.sampling_defaults import SamplingDefaults
-from serving.metrics import RequestMetrics
+from serving.engine.sequence import Completion
+from serving.metrics import RequestMetrics, RequestRecord
 from serving.prompt_encoding import PromptEncoder, PromptError
+from serving.traffic_log import TrafficLog
+from serving.traffic_schema import TrafficRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +57,14 @@ class ServedModel:
         max_len: int,
         metrics: RequestMetrics,
         chat_options: ChatOptions | None = None,
+        traffic: TrafficLog | None = None,
     ):
         self.engine = engine
         self.name = name
         self.max_len = max_len
         self.metrics = metrics
+        self.traffic = traffic
+        metrics.traffic = traffic.counts if traffic else None
         self.drafter: dict[str, str | None] = {"name": None, "path": None}  # what /v1/models reports
         self.defaults = SamplingDefaults.of(target.generation_config)
         self._prompts = PromptEncoder(target, chat_options)
@@ -95,17 +101,20 @@ class ServedModel:
         return Sampling(max_new_tokens=limit or room, seed=seed, **chosen)
 
     async def answer(
-        self, prompt: Sequence[int], sampling: Sampling, stops: Sequence[str], request_id: str
+        self, prompt: Sequence[int], sampling: Sampling, stops: Sequence[str], request_id: str, logged: bool = True
     ) -> AsyncGenerator[Piece, None]:
-        """Pieces of text, the last with the end. Leaving early cancels. Raises what `AsyncEngine.stream` raises."""
+        """Pieces of text, the last with the end. Leaving early cancels. `logged`: the traffic log may have it.
+
+        Raises what `AsyncEngine.stream` raises.
+        """
         text = Detokenizer(self._prompts.tokenizer, stops)
         cancelled = False
-        with self.metrics.request(len(prompt)) as record:
+        with self.metrics.request() as record:
             async with aclosing(self.engine.stream(prompt, sampling, request_id)) as stream:
                 async for progress in stream:
                     first = text.num_tokens == 0
                     shown = text.push(progress.token_ids)
-                    record.tokens(text.num_tokens)
+                    record.progress(progress, len(prompt), text.num_tokens)
                     completion = progress.completion
                     if completion is not None:
                         shown += text.finish()
@@ -113,6 +122,8 @@ class ServedModel:
                         if reason not in ("stop", "length"):
                             raise EngineError(f"the request was {reason} before it was done; send it again")
                         record.finished(reason)
+                        if logged:
+                            self._log(completion, sampling, reason, text.num_tokens, record)
                         yield Piece(
                             shown,
                             End(
@@ -128,3 +139,23 @@ class ServedModel:
                         self.engine.cancel(request_id)
                     if shown or first:
                         yield Piece(shown)
+
+    def _log(
+        self, completion: Completion, sampling: Sampling, reason: str, num_tokens: int, record: RequestRecord
+    ) -> None:
+        """Hand an answered request to the traffic log."""
+        if self.traffic is None or not self.traffic.wants(completion.request_id):
+            return
+        row = TrafficRow(
+            request_id=completion.request_id,
+            arrived_at=record.arrived_at,
+            prompt_ids=completion.prompt_ids,
+            response_ids=completion.token_ids[:num_tokens],  # what was decoded past a stop string was not sent
+            finish_reason=reason,
+            sampling=sampling,
+            drafter_version=record.drafter_version,
+            drafter_changed=record.drafter_changed,
+            placement=self.metrics.placement_of(record.drafter_version),
+            acceptance=completion.acceptance,
+        )
+        self.traffic.record(row)

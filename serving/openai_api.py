@@ -79,7 +79,7 @@ async def _respond(
 ) -> Response:
     prompt = await encode
     sampling = model.sampling(body, limit, prompt, prompt_param)
-    pieces = model.answer(prompt, sampling, body.stops, shape.id)
+    pieces = model.answer(prompt, sampling, body.stops, shape.id, logged=body.store is not False)
     if body.stream:
         # the first piece is pulled before the status goes out: whatever is refused is refused with its own status
         first = await _unless_client_leaves(request, _with_status(anext(pieces), prompt_param))

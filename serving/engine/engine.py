@@ -18,7 +18,9 @@ import torch
 
 from drafters.drafter import Drafter
 from serving.engine.draft_length import PositionAcceptance
+from serving.engine.drafter_counts import ByVersion, CountsByDrafter
 from serving.engine.drafting import Drafting, EngineStats
+from serving.engine.load import Load, load_of
 from serving.engine.round import Drafts, Outcome, assemble_rows, decide
 from serving.engine.rows import Move, RowsBackend
 from serving.engine.sampling import Sampling
@@ -62,6 +64,8 @@ class Engine:
         self._finished: list[Progress] = []  # cancelled since the last step
         self._names = itertools.count()
         self._drafting: Drafting | None = None
+        self._counts = CountsByDrafter()
+        self._drafter_version: str | None = None
         self.set_drafter(drafter)
 
     # -- what a caller sees ---------------------------------------------------------------------------------------
@@ -93,6 +97,23 @@ class Engine:
     @property
     def drafter_name(self) -> str | None:
         return self._drafting.drafter.name if self._drafting else None
+
+    @property
+    def drafter_version(self) -> str | None:
+        """Which drafter serves, told from those of the same name before and after it; None: it decodes plainly."""
+        return (self._drafter_version or self._drafting.drafter.name) if self._drafting else None
+
+    @drafter_version.setter
+    def drafter_version(self, version: str | None) -> None:
+        self._drafter_version = version
+
+    def counts_by_drafter(self) -> ByVersion:
+        """What `stats` hold, by version of the drafter."""
+        return self._counts.totals(self.drafter_version, self.stats)
+
+    def load(self) -> Load:
+        """How much it has to do."""
+        return load_of(self._scheduler, self.max_len)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -147,8 +168,7 @@ class Engine:
             self._scheduler.release(sequence)
         else:
             self._scheduler.waiting.remove(sequence)
-        completion = sequence.completion(self.drafter_name)
-        self._finished.append(Progress(request_id=request_id, token_ids=[], num_accepted=0, completion=completion))
+        self._finished.append(self._progress(sequence, [], 0))
 
     def step(self) -> list[Progress]:
         """One round for everybody: draft, verify, keep. Returns what each request gained."""
@@ -215,8 +235,8 @@ class Engine:
                 on_completion(completion)
         return [done[name] for name in names]
 
-    def set_drafter(self, drafter: Drafter | None) -> None:
-        """Swap the drafter between rounds.
+    def set_drafter(self, drafter: Drafter | None, version: str | None = None) -> None:
+        """Swap the drafter between rounds. `version` is what counters go by; None: the drafter's name.
 
         Running requests go on plainly if the new one needs features that they no longer have.
         """
@@ -225,7 +245,9 @@ class Engine:
             nodes = min(self.config.tree_nodes, drafter.max_tree_nodes)
             adapt = self.config.adapt_draft_length
             drafting = Drafting(drafter, self.backend, most_drafts=self.num_draft_tokens, trees=nodes > 0, adapt=adapt)
+        self._counts.close(self.drafter_version, self.stats)
         self._drafting, self.tree_nodes = drafting, nodes  # not before: a drafter that does not fit leaves the old one
+        self._drafter_version = version
         for sequence in self._scheduler.running.values():
             sequence.observed, sequence.pending_features = 0, []
             sequence.position_acceptance = PositionAcceptance()
@@ -233,7 +255,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Start counting anew, such as after a warm-up."""
-        self.stats = EngineStats()
+        self.stats, self._counts = EngineStats(), CountsByDrafter()
 
     # -- one round ------------------------------------------------------------------------------------------------
 
@@ -245,7 +267,7 @@ class Engine:
         if self._drafting:
             self._drafting.note_step(batch, drafts, seconds, self.stats)
         else:
-            self.stats.timings.step[batch, 0].append(seconds)
+            self.stats.timings.note_step(batch, 0, seconds)
 
     def _commit(
         self,
@@ -294,16 +316,19 @@ class Engine:
     def _advance(self, s: Sequence, outcome: Outcome) -> Progress:
         taken = s.append(outcome.new_tokens)
         self.stats.emitted_tokens += len(taken)
-        completion = None
         if s.finish_reason:
             self._scheduler.release(s)
             del self._requests[s.request_id]
-            completion = s.completion(self.drafter_name)
+        return self._progress(s, taken, min(outcome.num_accepted, len(taken)))
+
+    def _progress(self, s: Sequence, token_ids: list[int], num_accepted: int) -> Progress:
         return Progress(
             request_id=s.request_id,
-            token_ids=taken,
-            num_accepted=min(outcome.num_accepted, len(taken)),
-            completion=completion,
+            token_ids=token_ids,
+            num_accepted=num_accepted,
+            completion=s.completion(self.drafter_name) if s.finish_reason else None,
+            admitted_at=s.admitted_at,
+            drafter_version=self.drafter_version,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ class Scheduler:
         self._epochs[sequence.slot] += 1
         sequence.epoch = self._epochs[sequence.slot]
         self.running[sequence.slot] = sequence
+        sequence.admitted_at = time.perf_counter()
 
     def release(self, sequence: Sequence) -> None:
         """Give a running sequence's slot back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,6 +37,8 @@ class Progress:
     token_ids: list[int]  # new tokens of this round
     num_accepted: int  # how many of them, from the left, were drafts
     completion: Completion | None = None  # set in the request's last progress
+    admitted_at: float | None = None  # time.perf_counter() when it got its slot; None: it never had one
+    drafter_version: str | None = None  # of the round's drafter, see Engine.drafter_version
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,6 +61,8 @@ class Sequence:
     acceptance: Acceptance = field(default_factory=Acceptance)
     position_acceptance: PositionAcceptance = field(default_factory=PositionAcceptance)  # decayed, for the draft length
     finish_reason: FinishReason | None = None
+    arrived_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None  # as in Progress
 
     @property
     def prefilling(self) -> bool:
