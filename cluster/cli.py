@@ -182,6 +182,13 @@ def serve(
     num_slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
     max_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt included.")] = 2048,
     num_replicas: Annotated[int, typer.Option(min=1)] = 1,
+    traffic_log: Annotated[
+        str | None,
+        typer.Option(help="Folder, local or s3://, for the token ids of answered requests; without: none are kept."),
+    ] = None,
+    traffic_sample: Annotated[float, typer.Option(min=0, max=1, help="Share of the requests that it keeps.")] = 1.0,
+    traffic_max_bytes: Annotated[int, typer.Option(min=1, help="Of the whole log; the oldest go.")] = 10 * 2**30,
+    traffic_max_age_days: Annotated[float, typer.Option(min=0.01, help="Older requests go.")] = 30.0,
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",
     device: DeviceOption = "cpu",
@@ -192,13 +199,18 @@ def serve(
         from pipelines.ray_session import start_ray
         from serving.serve_app import memory_line, run_app, shutdown
         from serving.serve_config import ServeConfig
+        from serving.traffic_log import TrafficLogConfig
 
+        traffic = TrafficLogConfig(
+            uri=traffic_log, sample_rate=traffic_sample, max_bytes=traffic_max_bytes,
+            max_age_s=traffic_max_age_days * 86400,
+        )  # fmt: skip
         settings: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
         config = ServeConfig(
             target=target, drafter=drafter, host=host, port=port, model_name=model_name,
             chat_template=chat_template, system=system, thinking=thinking,
             num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes, adapt_draft_length=adapt, num_slots=num_slots,
-            max_len=max_len, num_replicas=num_replicas, cuda_graphs=cuda_graphs,
+            max_len=max_len, num_replicas=num_replicas, cuda_graphs=cuda_graphs, traffic_log=traffic,
             **settings,
         )  # fmt: skip
         start_ray()

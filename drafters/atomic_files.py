@@ -12,7 +12,7 @@ from typing import IO, Any, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
-from drafters.remote import RemoteFile, open_filesystem, patiently
+from drafters.remote import PATIENCE_S, RemoteFile, open_filesystem, patiently
 
 T = TypeVar("T")
 
@@ -22,13 +22,14 @@ REMOTE_READ_BYTES = 2**16  # asked for at once, at least
 class AtomicFolder:
     """A folder given by path or URI. Files appear under their name only when they are complete.
 
-    Local files are written under a temporary name in `scratch`, flushed and renamed; object stores take one PUT.
+    Local files are written under a temporary name in `scratch`, flushed and renamed; object stores take one PUT, and
+    get `patience_s` when they are away.
     """
 
-    def __init__(self, uri: str, scratch: str = "_work"):
+    def __init__(self, uri: str, scratch: str = "_work", patience_s: float = PATIENCE_S):
         if "://" not in uri:
             uri = str(Path(uri).expanduser().absolute())
-        self.scratch = scratch
+        self.scratch, self.patience_s = scratch, patience_s
         self.fs, root = open_filesystem(uri.rstrip("/"))
         self.root = str(root).rstrip("/")
         # absolute, so that it means the same to workers, whose working directory is another
@@ -44,7 +45,7 @@ class AtomicFolder:
         bucket = self.root.split("/")[0]
         if "s3" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,)):
             try:
-                patiently(lambda: self.fs.info(bucket))
+                patiently(lambda: self.fs.info(bucket), self.patience_s)
             except FileNotFoundError:
                 raise FileNotFoundError(f"there is no bucket {bucket}") from None
             except PermissionError:
@@ -57,7 +58,7 @@ class AtomicFolder:
         """Write a file (bytes or a buffer) atomically, replacing an older one."""
         local = self.local
         if local is None:
-            patiently(lambda: self.fs.pipe_file(self.path(name), bytes(data)))
+            patiently(lambda: self.fs.pipe_file(self.path(name), bytes(data)), self.patience_s)
             return
         final = local / name
         temp = local / self.scratch / f"{final.name}.{uuid.uuid4().hex}.tmp"
@@ -85,7 +86,7 @@ class AtomicFolder:
 
     def _ask(self, operation: Callable[[], T]) -> T:
         """With patience for a server; a local disk gets none."""
-        return operation() if self.local is not None else patiently(operation)
+        return operation() if self.local is not None else patiently(operation, self.patience_s)
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, or None if it does not exist."""

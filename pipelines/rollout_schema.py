@@ -8,7 +8,6 @@ readable by older code, and keep their bytes when they are continued.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,6 +17,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from drafters.code_version import code_version
 from pipelines.feature_codec import decode_features, encode_features
 from serving.chat_options import ChatOptions
 
@@ -86,7 +86,7 @@ class RolloutMetadata:
     target_layer_ids: tuple[int, ...]  # from 0 at the first decoder layer's output; () without features
     chat_options: ChatOptions = field(default_factory=ChatOptions)  # written where they are not the defaults
     schema_version: int = SCHEMA_VERSION
-    code_version: str = field(default_factory=lambda: code_version())
+    code_version: str = field(default_factory=code_version)
 
     def as_json(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "chat_options"}
@@ -99,14 +99,6 @@ class RolloutMetadata:
         known = {f.name: values[f.name] for f in fields(cls) if f.name != "chat_options"}
         known["chat_options"] = ChatOptions.from_json(values.get("chat_options", {}))
         return cls(**known | {"target_layer_ids": tuple(values["target_layer_ids"])})
-
-
-def code_version() -> str:
-    """The installed project's version; "unknown" in a bare checkout."""
-    try:
-        return importlib.metadata.version("draftloop")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def rollout_table(

@@ -120,17 +120,18 @@ class ReplicaLoad:
 
     running: int  # requests that hold a slot
     waiting: int  # requests that wait for one
-    tokens_in_flight: int  # of both, prompts and what was emitted
+    tokens_in_flight: int  # still to do for both, prompts and answers
     oldest_wait_s: float  # of those that wait; 0: none does
 
 
 def replica_load(engine: Engine) -> ReplicaLoad:
     """Call it in the engine's thread."""
+    load = engine.load()
     return ReplicaLoad(
-        running=engine.num_slots - engine.free_slots,
-        waiting=engine.num_waiting,
-        tokens_in_flight=engine.tokens_in_flight,
-        oldest_wait_s=engine.oldest_wait_s,
+        running=load.running,
+        waiting=load.waiting,
+        tokens_in_flight=load.tokens_in_flight,
+        oldest_wait_s=load.oldest_wait_s,
     )
 
 

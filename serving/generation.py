@@ -24,10 +24,12 @@ from serving.engine.logprobs import TokenLogprobs
 from serving.engine.sampling import Sampling
 from serving.engine.sampling_defaults import SamplingDefaults
 from serving.engine.sequence import Completion, Origin, Progress
-from serving.metrics import RequestMetrics
+from serving.metrics import RequestMetrics, RequestRecord
 from serving.prompt_encoding import PromptEncoder, PromptError, PromptTooLongError
 from serving.request_guards import ApiKeys
 from serving.token_bytes import TokenBytes
+from serving.traffic_log import TrafficLog
+from serving.traffic_schema import TrafficRow
 
 EndReason = Literal["stop", "length"]
 
@@ -87,6 +89,7 @@ class ServedModel:
         metrics: RequestMetrics,
         chat_options: ChatOptions | None = None,
         api_keys: ApiKeys | None = None,
+        traffic: TrafficLog | None = None,
     ):
         self.engine = engine
         self.name = name
@@ -94,6 +97,8 @@ class ServedModel:
         self.metrics = metrics
         self.describe_drafter: Callable[[], dict[str, Any]] = lambda: {"name": None, "path": None}
         self.api_keys = api_keys or ApiKeys()  # none: everybody is let in
+        self.traffic = traffic
+        metrics.traffic = traffic.counts if traffic else None
         self.defaults = SamplingDefaults.of(target.generation_config)
         self._prompts = PromptEncoder(target, chat_options)
         self.token_bytes = TokenBytes(self._prompts.tokenizer)
@@ -165,24 +170,34 @@ class ServedModel:
         return found
 
     async def answer(
-        self, choices: Sequence[Choice], stops: Sequence[str], request_id: str, *, every_token: bool = False
+        self,
+        choices: Sequence[Choice],
+        stops: Sequence[str],
+        request_id: str,
+        *,
+        every_token: bool = False,
+        logged: bool = True,
     ) -> AsyncGenerator[Piece, None]:
         """Pieces of all choices as they come. Leaving early cancels. Raises what `AsyncEngine.stream_all` raises.
 
-        `every_token`: pieces come without text too, since somebody looks at their tokens.
+        `every_token`: pieces come without text too, since somebody looks at their tokens. `logged`: the traffic log may
+        have the choices.
         """
         requests = [
-            EngineRequest(request_id=f"{request_id}-{i}", prompt_ids=choice.prompt_ids, sampling=choice.sampling)
+            EngineRequest(
+                request_id=f"{request_id}-{i}" if i else request_id,
+                prompt_ids=choice.prompt_ids,
+                sampling=choice.sampling,
+            )
             for i, choice in enumerate(choices)
         ]
         totals = Totals(prompt_tokens=sum(len(choice.prompt_ids) for choice in choices if choice.first_of_prompt))
         with ExitStack() as records:
             writing = {}
             for i, (request, choice) in enumerate(zip(requests, choices, strict=True)):
-                counted = len(choice.prompt_ids) if choice.first_of_prompt else 0
-                record = records.enter_context(self.metrics.request(counted))
+                record = records.enter_context(self.metrics.request())
                 text = Detokenizer(self._prompts.tokenizer, stops)
-                writing[request.request_id] = _Writing(i, text, record)
+                writing[request.request_id] = _Writing(i, choice, text, record)
             async with aclosing(self.engine.stream_all(requests)) as stream:
                 async for progress in stream:
                     choice_text = writing[progress.request_id]
@@ -192,21 +207,29 @@ class ServedModel:
                     if progress.completion is not None:
                         del writing[progress.request_id]
                         piece = choice_text.end(piece, progress.completion, totals, last=not writing)
+                        if logged:
+                            self._log(choice_text.row(progress.completion, self.metrics))
                     if piece.text or piece.first or piece.finish_reason or (every_token and piece.tokens):
                         yield piece
+
+    def _log(self, row: TrafficRow) -> None:
+        """Hand an answered choice to the traffic log."""
+        if self.traffic is not None and self.traffic.wants(row.request_id):
+            self.traffic.record(row)
 
 
 class _Writing:
     """One choice while its tokens arrive."""
 
-    def __init__(self, index: int, text: Detokenizer, record: Any):
-        self._index, self._text, self._record = index, text, record
+    def __init__(self, index: int, choice: Choice, text: Detokenizer, record: RequestRecord):
+        self._index, self._choice, self._text, self._record = index, choice, text, record
+        self._prompt_tokens = len(choice.prompt_ids) if choice.first_of_prompt else 0
         self.stopped_now = False  # whether the last round completed a stop string
 
     def take(self, progress: Progress) -> Piece:
         first, stopped = self._text.num_tokens == 0, self._text.stopped
         shown = self._text.push_each(progress.token_ids)
-        self._record.tokens(self._text.num_tokens)
+        self._record.progress(progress, self._prompt_tokens, self._text.num_tokens)
         self.stopped_now = self._text.stopped and not stopped
         tokens = [
             AnswerToken(
@@ -238,6 +261,22 @@ class _Writing:
             tokens=tokens,
             finish_reason="stop" if reason == "stop" else "length",
             totals=totals if last else None,
+        )
+
+    def row(self, completion: Completion, metrics: RequestMetrics) -> TrafficRow:
+        """The choice as the traffic log keeps it, once it has ended."""
+        record = self._record
+        return TrafficRow(
+            request_id=completion.request_id,
+            arrived_at=record.arrived_at,
+            prompt_ids=completion.prompt_ids,
+            response_ids=completion.token_ids[: self._text.num_tokens],  # what was decoded past a stop was not sent
+            finish_reason=record.outcome,
+            sampling=self._choice.sampling,
+            drafter_version=record.drafter_version,
+            drafter_changed=record.drafter_changed,
+            placement=metrics.placement_of(record.drafter_version),
+            acceptance=completion.acceptance,
         )
 
 

@@ -1,167 +1,171 @@
-"""Counters in Prometheus text, with vLLM's names without their prefix. `GET /metrics` renders one replica's.
+"""What one replica counts, and `GET /metrics`, which shows it as Prometheus text.
 
-Figures of requests are counted here as they happen; those of the engine are copied from its own counters when asked.
+Figures of requests are counted here as they happen, by the version of the drafter that served them; those of the engine
+are copied from its own counters when asked. `metric_families` has the names.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, generate_latest
 
-from drafters.acceptance import Acceptance
-from serving.engine.engine import Engine
+from drafters.drafter import AwaitedDrafter
+from serving.engine.async_engine import QueueFullError
+from serving.engine.drafter_counts import ByVersion, Counts, fold_oldest, no_counts, observe
+from serving.engine.engine import Engine, RequestError
+from serving.engine.load import Load
+from serving.engine.sequence import Progress
+from serving.metric_families import (
+    REQUEST_BUCKETS_S,
+    Labels,
+    Page,
+    drafter_families,
+    link_families,
+    load_families,
+    request_families,
+    service_families,
+    traffic_families,
+)
+from serving.traffic_schema import TrafficCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSnapshot:
-    """What the engine counted, copied between two rounds."""
+    """What the engine does and has counted, copied between two rounds."""
 
-    running: int
-    waiting: int
-    passes: int
-    acceptance: Acceptance
-    draft_lengths: dict[int, int]  # by drafts asked for, 0 included: sequences of rounds that could have drafted
-    fallbacks: dict[str, int]
-    drafter: str | None
+    load: Load
+    counts: ByVersion
+    drafter: str | None  # its name
+    drafter_version: str | None
+    link_events: dict[str, int]  # of a drafter elsewhere
 
 
 def engine_snapshot(engine: Engine) -> EngineSnapshot:
-    """Call it in the engine's thread."""
+    """Call it in the engine's thread: `AsyncEngine.between_rounds(engine_snapshot)`."""
     return EngineSnapshot(
-        running=engine.num_slots - engine.free_slots,
-        waiting=engine.num_waiting,
-        passes=engine.stats.passes,
-        acceptance=deepcopy(engine.stats.acceptance),
-        draft_lengths=dict(engine.stats.draft_lengths),
-        fallbacks=dict(engine.stats.fallbacks),
+        load=engine.load(),
+        counts=engine.counts_by_drafter(),
         drafter=engine.drafter_name,
+        drafter_version=engine.drafter_version,
+        link_events=dict(engine.drafter.events) if isinstance(engine.drafter, AwaitedDrafter) else {},
     )
 
 
-class _RequestRecord:
-    """Times of one request."""
+class RequestRecord:
+    """Times of one request, and who drafted for it."""
 
     def __init__(self, metrics: RequestMetrics):
         self._metrics = metrics
         self._started = self._last = time.perf_counter()
+        self._progressed = False
         self._tokens = 0
-        self.outcome = "abort"  # unless it gets further: the client left, or an error
+        self.arrived_at = time.time()  # seconds since 1970
+        self.drafter_version: str | None = metrics.drafter_version
+        self.drafter_changed = False  # whether one drafter began and another went on
+        self.outcome = "abort"  # unless it gets further: the client left
 
-    def tokens(self, count: int) -> None:
-        """`count` tokens so far."""
+    def progress(self, progress: Progress, prompt_tokens: int, num_tokens: int) -> None:
+        """A round's news; the answer has `num_tokens` tokens by now."""
         now = time.perf_counter()
-        if self._tokens == 0 and count:
-            self._metrics.first_token_s.observe(now - self._started)
-        elif count > self._tokens:
-            self._metrics.per_token_s.observe((now - self._last) / (count - self._tokens))
-        self._metrics.generation_tokens.inc(count - self._tokens)
-        self._tokens, self._last = count, now
+        self.drafter_changed |= self._progressed and progress.drafter_version != self.drafter_version
+        self.drafter_version = self._metrics.drafter_version = progress.drafter_version
+        if not self._progressed and progress.admitted_at is not None:
+            self._count("prompt_tokens", prompt_tokens)
+            self._observe("request_queue_time_seconds", progress.admitted_at - self._started)
+        self._progressed = True
+        new = num_tokens - self._tokens
+        if new > 0:
+            if self._tokens == 0:
+                self._observe("time_to_first_token_seconds", now - self._started)
+            else:
+                self._observe("time_per_output_token_seconds", (now - self._last) / new, new)
+            self._count("generation_tokens", new)
+            self._tokens, self._last = num_tokens, now
 
     def finished(self, reason: str) -> None:
+        """The answer is whole: "stop" or "length"."""
         self.outcome = reason
+        self._observe("e2e_request_latency_seconds", time.perf_counter() - self._started)
+
+    def ended(self) -> None:
+        self._count("request", 1, self.outcome)
+
+    def _count(self, name: str, value: float, part: str = "") -> None:
+        self._metrics.of_version(self.drafter_version)[name, part] += value
+
+    def _observe(self, name: str, seconds: float, times: int = 1) -> None:
+        counts = self._metrics.of_version(self.drafter_version)
+        observe(counts, name, REQUEST_BUCKETS_S, max(0.0, seconds), times)
 
 
 class RequestMetrics:
-    """Counters of one replica."""
+    """Counters of one replica. `placement`: where its drafter runs, "colocated" or "disaggregated"."""
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, placement: str = "colocated"):
         self._model_name = model_name
-        self._registry = registry = CollectorRegistry()
-        model = ("model_name",)
-        self._requests = Counter("request", "Requests by outcome", (*model, "finished_reason"), registry=registry)
-        self._refused = Counter("request_refused", "Error responses", (*model, "status"), registry=registry)
-        self._swaps = Counter("drafter_swaps", "Hot swaps by result", (*model, "result"), registry=registry)
-        self._prompt_tokens = Counter("prompt_tokens", "Prompt tokens", model, registry=registry).labels(model_name)
-        self.generation_tokens = Counter("generation_tokens", "Emitted tokens", model, registry=registry).labels(
-            model_name
-        )
-        self.first_token_s = Histogram(
-            "time_to_first_token_seconds", "Request to first token", model, registry=registry, buckets=_SECONDS
-        ).labels(model_name)
-        self.per_token_s = Histogram(
-            "time_per_output_token_seconds", "Between rounds, per token", model, registry=registry, buckets=_SECONDS
-        ).labels(model_name)
+        self.placement = placement
+        self.drafter_version: str | None = None  # of the latest round that a request had
+        self.drafter_address: str | None = None  # where the drafter in service came from, if it came from somewhere
+        self.traffic: Callable[[], TrafficCounts] | None = None  # asked whenever the page is shown
+        self.restarts: Mapping[str, int] = {}  # of the drafter's process, where it has one, by reason
+        self._requests: ByVersion = {}
+        self._refused: Counter[str] = Counter()  # by status
+        self._swaps: Counter[str] = Counter()  # by result
 
     @contextmanager
-    def request(self, prompt_tokens: int) -> Iterator[_RequestRecord]:
+    def request(self) -> Iterator[RequestRecord]:
         """Counts one request, however it ends."""
-        self._prompt_tokens.inc(prompt_tokens)
-        record = _RequestRecord(self)
+        record = RequestRecord(self)
         try:
             yield record
+        except (RequestError, QueueFullError):
+            record.outcome = "refused"
+            raise
+        except Exception:
+            record.outcome = "error"
+            raise
         finally:
-            self._requests.labels(self._model_name, record.outcome).inc()
+            record.ended()
+
+    def of_version(self, version: str | None) -> Counts:
+        """The counts of requests that this drafter serves."""
+        if version not in self._requests:
+            self._requests[version] = no_counts()
+            fold_oldest(self._requests)
+        return self._requests[version]
 
     def refused(self, status: int) -> None:
         """Counts an error response."""
-        self._refused.labels(self._model_name, str(status)).inc()
+        self._refused[str(status)] += 1
 
     def swapped(self, result: str) -> None:
         """Counts a hot swap: done or refused."""
-        self._swaps.labels(self._model_name, result).inc()
+        self._swaps[result] += 1
+
+    def placement_of(self, version: str | None) -> str:
+        """Where the drafter of this version runs; "none" without a drafter."""
+        return "none" if version is None else self.placement
 
     def render(self, engine: EngineSnapshot | None) -> bytes:
         """Prometheus text; without the engine's part if there was no answer from it."""
-        text = generate_latest(self._registry)
+        labels = Labels(self._model_name, self.placement_of)
+        page = Page()
+        page.add(request_families(labels, ({engine.drafter_version: no_counts()} if engine else {}) | self._requests))
+        page.add(service_families(labels, self._refused, self._swaps, dict(self.restarts)))
+        if self.traffic is not None:
+            page.add(traffic_families(labels, self.traffic()))
         if engine is not None:
-            registry = CollectorRegistry()
-            registry.register(_EngineCollector(engine, self._model_name))
-            text += generate_latest(registry)
-        return text
-
-
-class _EngineCollector(Collector):
-    def __init__(self, engine: EngineSnapshot, model_name: str):
-        self._engine = engine
-        self._model_name = model_name
-
-    def collect(self) -> Iterable[Metric]:
-        engine, acceptance = self._engine, self._engine.acceptance
-        for name, help_text, value in (
-            ("num_requests_running", "Requests that hold a slot", engine.running),
-            ("num_requests_waiting", "Requests that wait for a slot", engine.waiting),
-        ):
-            gauge = GaugeMetricFamily(name, help_text, labels=("model_name",))
-            gauge.add_metric((self._model_name,), value)
-            yield gauge
-        for name, help_text, value in (
-            ("engine_passes", "Forward passes of the target", engine.passes),
-            ("spec_decode_num_drafts", "Verify rounds", acceptance.rounds),
-            ("spec_decode_num_draft_tokens", "Drafts proposed", acceptance.proposed),
-            ("spec_decode_num_accepted_tokens", "Drafts accepted", acceptance.accepted),
-        ):
-            counter = CounterMetricFamily(name, help_text, labels=("model_name", "drafter"))
-            counter.add_metric((self._model_name, engine.drafter or ""), value)
-            yield counter
-        positions = CounterMetricFamily(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted by position",
-            labels=("model_name", "drafter", "position"),
-        )
-        for position, value in enumerate(acceptance.accepted_by_position):
-            positions.add_metric((self._model_name, engine.drafter or "", str(position)), value)
-        yield positions
-        lengths = CounterMetricFamily(
-            "spec_decode_draft_lengths",
-            "Sequences of rounds by the drafts asked for",
-            labels=("model_name", "drafter", "num_draft_tokens"),
-        )
-        for length, value in sorted(engine.draft_lengths.items()):
-            lengths.add_metric((self._model_name, engine.drafter or "", str(length)), value)
-        yield lengths
-        fallbacks = CounterMetricFamily(
-            "spec_decode_fallbacks", "Rounds decoded plainly because of the drafter", labels=("model_name", "reason")
-        )
-        for reason, value in engine.fallbacks.items():
-            fallbacks.add_metric((self._model_name, reason), value)
-        yield fallbacks
+            page.add(load_families(labels, engine.load))
+            page.add(link_families(labels, engine.link_events))
+            version = engine.drafter_version
+            page.add(drafter_families(labels, engine.counts, version, engine.drafter, self.drafter_address))
+        registry = CollectorRegistry()
+        registry.register(page)
+        return generate_latest(registry)

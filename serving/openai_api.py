@@ -128,7 +128,7 @@ async def _respond(
 ) -> Response:
     choices = model.choices(body, prompts, prompt_param)
     every_token = body.include_tokens or body.num_logprobs is not None
-    pieces = model.answer(choices, body.stops, shape.id, every_token=every_token)
+    pieces = model.answer(choices, body.stops, shape.id, every_token=every_token, logged=body.store is not False)
     if body.stream:
         # the first piece is pulled before the status goes out: whatever is refused is refused with its own status
         first = await _unless_client_leaves(request, _with_status(anext(pieces), prompt_param))

@@ -15,6 +15,7 @@ import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from drafters.checkpoint import read_config, read_provenance
 from drafters.drafter import Drafter
@@ -25,13 +26,17 @@ from serving.chat_options import ChatTemplate, training_mismatch
 from serving.draft_link import RemoteDrafter
 from serving.drafter_actor import DrafterSettings
 from serving.drafter_supervisor import DrafterSupervisor
+from serving.drafter_version import drafter_version
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.build import build_engine, load_drafter_for
 from serving.engine.engine import Engine, EngineConfig
 from serving.generation import ServedModel
 from serving.metrics import RequestMetrics
 from serving.openai_api import make_app
+from serving.request_guards import ApiKeys
 from serving.serve_config import Disaggregation, ServeConfig
+from serving.traffic_log import TrafficLog
+from serving.traffic_schema import TrafficMetadata
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +49,7 @@ class LiveConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    drafter: str | None = None  # folder of the drafter; None: decode plainly
+    drafter: str | None = None  # folder or URI of the drafter; None: decode plainly
 
 
 def _model_of_this_replica() -> ServedModel:
@@ -65,15 +70,17 @@ class Replica:
         self._target = load_target(config.target)
         self._template = ChatTemplate(self._target, config.chat_options())
         self._template.check()
-        self._supervisor: DrafterSupervisor | None = None
+        api_keys = ApiKeys.read(config.api_key_file) if config.api_key_file else None
         engine = _engine_of(config, self._target.path)
         self._memory = engine.memory.describe() if engine.memory else ""
         self._backend = engine.backend
+        engine.drafter_version = _version(config.drafter)
+        self._supervisor: DrafterSupervisor | None = None
         if config.disaggregated is not None:
             self._supervisor = _supervisor_of(config, engine)
             if config.drafter:
                 remote = self._supervisor.load(config.drafter)
-                engine.set_drafter(remote)
+                engine.set_drafter(remote, _version(config.drafter))
                 self._supervisor.serve(remote, config.drafter)
         self._engine = AsyncEngine(engine, max_waiting=config.max_waiting, stall_timeout_s=config.stall_timeout_s)
         self.model = ServedModel(
@@ -81,16 +88,19 @@ class Replica:
             self._target,
             name=config.served_name,
             max_len=engine.max_len,
-            metrics=RequestMetrics(config.served_name),
+            metrics=RequestMetrics(config.served_name, placement=config.placement),
             chat_options=self._template.options,
+            api_keys=api_keys,
+            traffic=self._open_traffic_log(),
         )
-        self._serving = LiveConfig(drafter=config.drafter)
-        if config.drafter:
-            self._compare_prompts(config.drafter)
         self._drafter_name = engine.drafter_name
         self._swap_refused: str | None = None
+        self._serves(LiveConfig(drafter=config.drafter))
         self.model.describe_drafter = self._describe_drafter
+        if config.drafter:
+            self._compare_prompts(config.drafter)
         if self._supervisor is not None:
+            self.model.metrics.restarts = self._supervisor.restarts
             self._supervisor.watch(self._drafter_is_back)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -99,42 +109,53 @@ class Replica:
             wanted = LiveConfig.model_validate(user_config or {})
             if wanted == self._serving:
                 return
-            drafter = await asyncio.to_thread(self._load, wanted.drafter)
+            drafter, version = await asyncio.to_thread(self._load, wanted.drafter)
             name = await asyncio.wait_for(
-                asyncio.wrap_future(self._engine.between_rounds(lambda engine: _swap(engine, drafter))),
+                asyncio.wrap_future(self._engine.between_rounds(lambda engine: _swap(engine, drafter, version))),
                 _SWAP_DEADLINE_S,
             )
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            log.error("the drafter was not swapped, %s stays: %s", self._serving.drafter, reason)
+            self._swap_refused = " ".join(str(error).split()) or type(error).__name__
+            log.error("the drafter was not swapped, %s stays: %s", self._serving.drafter, self._swap_refused)
             self.model.metrics.swapped("refused")
-            self._swap_refused = reason
         else:
             log.info("the drafter is now %s", wanted.drafter)
-            self._serving, self._drafter_name, self._swap_refused = wanted, name, None
+            self._drafter_name, self._swap_refused = name, None
+            self._serves(wanted)
             if self._supervisor is not None:
                 self._supervisor.serve(drafter if isinstance(drafter, RemoteDrafter) else None, wanted.drafter)
             self.model.metrics.swapped("done")
 
-    def _load(self, path: str | None) -> Drafter | None:
+    def _serves(self, live: LiveConfig) -> None:
+        self._serving = live
+        self.model.metrics.drafter_address = live.drafter
+
+    def _load(self, path: str | None) -> tuple[Drafter | None, str | None]:
+        """The drafter, here or in its actor, and its version."""
         if path is None:
-            return None
+            return None, None
         drafter: Drafter
         if self._supervisor is not None:
             drafter = self._supervisor.load(path)
         else:
             drafter = load_drafter_for(self._backend, local_checkpoint(path), self._target.path)
         self._compare_prompts(path)
-        return drafter
+        return drafter, _version(path)
 
     def _drafter_is_back(self, drafter: RemoteDrafter) -> None:
         """The supervisor has replaced the drafter's actor."""
 
         def take_over(engine: Engine) -> None:
             if engine.drafter is not None:  # else it was switched off meanwhile
-                engine.set_drafter(drafter)
+                engine.set_drafter(drafter, engine.drafter_version)
 
         self._engine.between_rounds(take_over).result(_SWAP_DEADLINE_S)
+
+    def _open_traffic_log(self) -> TrafficLog | None:
+        if self._config.traffic_log.uri is None:
+            return None
+        metadata = TrafficMetadata.of(self._config.target, self._target, self._template)
+        return TrafficLog(self._config.traffic_log, metadata, writer=_replica_id())
 
     def _compare_prompts(self, path: str) -> None:
         """Say it if the drafter was trained on other prompts than it will meet: it drafts worse, and nothing else."""
@@ -146,6 +167,8 @@ class Replica:
         said: dict[str, Any] = {
             "name": self._drafter_name,
             "path": self._serving.drafter,
+            "version": self.model.metrics.drafter_version,
+            "placement": self._config.placement,
             "last_swap_refused": self._swap_refused,
         }
         if self._supervisor is not None:
@@ -162,7 +185,7 @@ class Replica:
             raise RuntimeError(self._engine.refusal)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's name for what it asks a replica for, if it scales."""
+        """For the autoscaling policy; Serve asks in the interval of its configuration."""
         return await load_figures(self._engine)
 
     def __del__(self) -> None:
@@ -172,6 +195,8 @@ class Replica:
         ended = self._engine.close(_CLOSE_DEADLINE_S) if hasattr(self, "_engine") else True
         if supervisor is not None and ended:
             supervisor.link.close()
+        if hasattr(self, "model") and self.model.traffic is not None:
+            self.model.traffic.close(_CLOSE_DEADLINE_S)
 
 
 def _engine_of(config: ServeConfig, target_path: Path) -> Engine:
@@ -219,6 +244,19 @@ def _supervisor_of(config: ServeConfig, engine: Engine) -> DrafterSupervisor:
     return DrafterSupervisor(config.disaggregated, settings, ray.util.get_node_ip_address())
 
 
-def _swap(engine: Engine, drafter: Drafter | None) -> str | None:
-    engine.set_drafter(drafter)
+def _version(path: str | None) -> str | None:
+    """What counters and the traffic log call the drafter."""
+    return drafter_version(path, local_checkpoint(path)) if path else None
+
+
+def _swap(engine: Engine, drafter: Drafter | None, version: str | None) -> str | None:
+    engine.set_drafter(drafter, version)
     return engine.drafter_name
+
+
+def _replica_id() -> str | None:
+    """Serve's name for this replica; None outside of Serve."""
+    try:
+        return serve.get_replica_context().replica_id.unique_id
+    except RayServeException:
+        return None

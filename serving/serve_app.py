@@ -21,7 +21,9 @@ from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import TargetError, load_target
 from serving import colocated, disaggregated
 from serving.chat_options import ChatOptionsError, ChatTemplate, training_mismatch
+from serving.request_guards import ApiKeyError, ApiKeys
 from serving.serve_config import ServeConfig
+from serving.traffic_log import TrafficLogError, check_folder
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,11 @@ def _check(config: ServeConfig) -> None:
             load_module(drafter, target.path)
             if differs := training_mismatch(read_provenance(drafter), template):
                 log.warning("drafter %s was %s: fewer drafts may be accepted", config.drafter, differs)
-    except (TargetError, CheckpointError, ChatOptionsError) as error:
+        if config.api_key_file is not None:
+            ApiKeys.read(config.api_key_file)
+        if config.traffic_log.uri is not None:
+            check_folder(config.traffic_log)
+    except (TargetError, CheckpointError, ChatOptionsError, ApiKeyError, TrafficLogError) as error:
         raise ServeError(str(error)) from error
     try:
         ray.get_actor(_CONTROLLER, namespace="serve")

@@ -2,7 +2,7 @@
 # no `from __future__ import annotations`: Serve reads the class from `build`'s annotation to turn YAML into it
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,6 +13,7 @@ from serving.chat_options import ChatOptions, Thinking
 from serving.engine.drafting import MOST_TREE_NODES, TREE_DEPTH
 from serving.engine.memory_plan import MOST_SLOTS
 from serving.engine.overlap import Overlap
+from serving.traffic_log import TrafficLogConfig
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -72,6 +73,8 @@ class ServeConfig(BaseModel):
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # until the first replica must answer
     stall_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # longest wait of a request for its next token
     drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # running requests may finish when a replica stops
+    api_key_file: str | None = None  # keys, one a line, of which a client must show one; on every node. None: no keys
+    traffic_log: TrafficLogConfig = TrafficLogConfig()  # where answered requests are kept; off without a `uri`
 
     @model_validator(mode="after")
     def _autoscale_works(self) -> "ServeConfig":
@@ -109,13 +112,17 @@ class ServeConfig(BaseModel):
 
     def for_replicas(self) -> "ServeConfig":
         """As replicas get it, in folders and on nodes of their own: absolute paths, the chat template's text."""
-        changes: dict[str, str] = {
+        changes: dict[str, Any] = {
             key: str(path.resolve())
-            for key in ("target", "drafter")
+            for key in ("target", "drafter", "api_key_file")
             if (value := getattr(self, key)) is not None
             and value.lower() not in SMOLLM2_NAMES  # names come before folders, as in resolve_target
             and (path := Path(value).expanduser()).exists()
         }
+        traffic = self.traffic_log.uri
+        if traffic is not None and "://" not in traffic:
+            absolute = str(Path(traffic).expanduser().resolve())
+            changes["traffic_log"] = self.traffic_log.model_copy(update={"uri": absolute})
         if self.chat_template is not None and self.chat_template_text is None:
             changes["chat_template_text"] = self.chat_options().template or ""
         return self.model_copy(update=changes)

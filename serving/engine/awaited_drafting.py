@@ -103,7 +103,7 @@ class AwaitedDrafting(Drafting):
         kept = [i for i, s in enumerate(ask.sequences) if id(s) in place_of]
         lengths, places = [ask.lengths[i] for i in kept], [place_of[id(ask.sequences[i])] for i in kept]
         if not plan.prefilling:
-            stats.timings.draft[len(ask.sequences), max(ask.lengths)].append(seconds)
+            stats.timings.note_draft(len(ask.sequences), max(ask.lengths), seconds)
             if self._chooser:
                 self._chooser.observe_draft(len(ask.sequences), max(ask.lengths), seconds)
         drafts = self._cut(drafts.of(kept), batch - len(places), seconds)

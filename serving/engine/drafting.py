@@ -105,7 +105,7 @@ class Drafting:
             s.told(s.cached - s.observed)
         seconds = time.perf_counter() - started
         if not plan.prefilling and catching_up <= num_draft_tokens + 1:
-            stats.timings.draft[len(sequences), number].append(seconds)
+            stats.timings.note_draft(len(sequences), number, seconds)
             if self._chooser:
                 self._chooser.observe_draft(len(sequences), number, seconds)
         drafts = self._cut(drafts, batch - len(places), seconds)
@@ -149,7 +149,7 @@ class Drafting:
     def note_step(self, batch: int, drafts: Drafts, seconds: float, stats: EngineStats) -> None:
         """Seconds of a pass of decoding sequences alone, from its rows to the entries that stay."""
         drafted = sum(len(t) for t in drafts.tokens)
-        stats.timings.step[batch, drafted].append(seconds)
+        stats.timings.note_step(batch, drafted, seconds)
         if self._chooser:
             self._chooser.observe_step(batch + drafted, seconds)
 

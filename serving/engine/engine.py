@@ -18,8 +18,10 @@ import torch
 
 from drafters.drafter import AwaitedDrafter, Drafter
 from serving.engine.awaited_drafting import AwaitedDrafting
+from serving.engine.drafter_counts import ByVersion, CountsByDrafter
 from serving.engine.drafting import Drafting, EngineStats
 from serving.engine.engine_config import EngineConfig
+from serving.engine.load import Load, load_of
 from serving.engine.overlap import OverlapChoice
 from serving.engine.prefill_budget import PrefillBudget
 from serving.engine.round import Drafts, Outcome, accepted_entries, assemble_rows, decide
@@ -64,6 +66,8 @@ class Engine:
         self._finished: list[Progress] = []  # cancelled since the last step
         self._names = itertools.count()
         self._drafting: Drafting | None = None
+        self._counts = CountsByDrafter()
+        self._drafter_version: str | None = None
         self.set_drafter(drafter)
 
     # -- what a caller sees ---------------------------------------------------------------------------------------
@@ -81,16 +85,6 @@ class Engine:
         return len(self._scheduler.waiting)
 
     @property
-    def tokens_in_flight(self) -> int:
-        """Of running and waiting requests, prompts and what was emitted."""
-        return self._scheduler.tokens
-
-    @property
-    def oldest_wait_s(self) -> float:
-        """How long the first of the queue has waited for a slot; 0 if nobody waits."""
-        return self._scheduler.oldest_wait_s
-
-    @property
     def num_slots(self) -> int:
         return self.backend.num_slots
 
@@ -105,6 +99,23 @@ class Engine:
     @property
     def drafter_name(self) -> str | None:
         return self._drafting.drafter.name if self._drafting else None
+
+    @property
+    def drafter_version(self) -> str | None:
+        """Which drafter serves, told from those of the same name before and after it; None: it decodes plainly."""
+        return (self._drafter_version or self._drafting.drafter.name) if self._drafting else None
+
+    @drafter_version.setter
+    def drafter_version(self, version: str | None) -> None:
+        self._drafter_version = version
+
+    def counts_by_drafter(self) -> ByVersion:
+        """What `stats` hold, by version of the drafter."""
+        return self._counts.totals(self.drafter_version, self.stats)
+
+    def load(self) -> Load:
+        """How much it has to do."""
+        return load_of(self._scheduler, self.max_len)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -161,8 +172,7 @@ class Engine:
             self._scheduler.release(sequence)
         else:
             self._scheduler.waiting.remove(sequence)
-        completion = sequence.completion(self.drafter_name)
-        self._finished.append(Progress(request_id=request_id, token_ids=[], num_accepted=0, completion=completion))
+        self._finished.append(self._progress(sequence, [], Outcome([], [])))
 
     def step(self) -> list[Progress]:
         """One round for everybody: draft, verify, keep. Returns what each request gained."""
@@ -240,14 +250,16 @@ class Engine:
                 on_completion(completion)
         return [done[name] for name in names]
 
-    def set_drafter(self, drafter: Drafter | None) -> None:
-        """Swap the drafter between rounds.
+    def set_drafter(self, drafter: Drafter | None, version: str | None = None) -> None:
+        """Swap the drafter between rounds. `version` is what counters go by; None: the drafter's name.
 
         Running requests go on plainly if the new one needs features that were not kept.
         """
         nodes = min(self.config.tree_nodes, drafter.max_tree_nodes) if drafter else 0
         drafting = self._drafting_with(drafter, nodes > 0) if drafter else None
+        self._counts.close(self.drafter_version, self.stats)
         self._drafting, self.tree_nodes = drafting, nodes  # not before: a drafter that does not fit leaves the old one
+        self._drafter_version = version
         self._forget_drafter(list(self._scheduler.running.values()))
 
     def _drafting_with(self, drafter: Drafter, trees: bool) -> Drafting:
@@ -265,7 +277,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Start counting anew, such as after a warm-up."""
-        self.stats = EngineStats()
+        self.stats, self._counts = EngineStats(), CountsByDrafter()
 
     # -- one round ------------------------------------------------------------------------------------------------
 
@@ -294,7 +306,7 @@ class Engine:
         if self._drafting:
             self._drafting.note_step(batch, drafts, seconds, self.stats)
         else:
-            self.stats.timings.step[batch, 0].append(seconds)
+            self.stats.timings.note_step(batch, 0, seconds)
 
     def _commit(
         self,
@@ -343,16 +355,19 @@ class Engine:
     def _advance(self, s: Sequence, outcome: Outcome) -> Progress:
         taken = s.append(outcome.new_tokens)
         self.stats.emitted_tokens += len(taken)
-        completion = None
         if s.finish_reason:
             self._scheduler.release(s)
             del self._requests[s.request_id]
-            completion = s.completion(self.drafter_name)
+        return self._progress(s, taken, outcome)
+
+    def _progress(self, s: Sequence, token_ids: list[int], outcome: Outcome) -> Progress:
         return Progress(
             request_id=s.request_id,
-            token_ids=taken,
-            num_accepted=min(outcome.num_accepted, len(taken)),
+            token_ids=token_ids,
+            num_accepted=min(outcome.num_accepted, len(token_ids)),
             num_drafts=outcome.num_drafts,
-            logprobs=outcome.logprobs and outcome.logprobs[: len(taken)],
-            completion=completion,
+            logprobs=outcome.logprobs and outcome.logprobs[: len(token_ids)],
+            completion=s.completion(self.drafter_name) if s.finish_reason else None,
+            admitted_at=s.admitted_at,
+            drafter_version=self.drafter_version,
         )

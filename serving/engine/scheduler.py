@@ -39,16 +39,6 @@ class Scheduler:
     def free_slots(self) -> int:
         return len(self._free)
 
-    @property
-    def tokens(self) -> int:
-        """Of all requests here, prompts and what was emitted."""
-        return sum(len(sequence.tokens) for sequence in (*self.waiting, *self.running.values()))
-
-    @property
-    def oldest_wait_s(self) -> float:
-        """How long the first of the queue has waited; 0 if nobody waits."""
-        return time.monotonic() - self.waiting[0].queued_at if self.waiting else 0.0
-
     def plan(self, use: FeatureUse) -> Plan:
         """Admit what fits, then divide the prefill budget among the prompts. `use`: of this pass's features."""
         admitted = []
@@ -67,6 +57,7 @@ class Scheduler:
         sequence.epoch = self._epochs[sequence.slot]
         self.running[sequence.slot] = sequence
         self._memory.restore(sequence, use)
+        sequence.admitted_at = time.perf_counter()
         return sequence
 
     def release(self, sequence: Sequence) -> None:

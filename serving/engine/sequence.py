@@ -43,6 +43,8 @@ class Progress:
     num_drafts: int = 0  # drafts that the round verified for this request
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, if the request wants them
     completion: Completion | None = None  # set in the request's last progress
+    admitted_at: float | None = None  # time.perf_counter() when it got its slot; None: it never had one
+    drafter_version: str | None = None  # of the round's drafter, see Engine.drafter_version
 
     @property
     def origins(self) -> list[Origin]:
@@ -62,7 +64,6 @@ class Sequence:
     stop_ids: frozenset[int]
     keep_features: bool  # for the completion
     keep_history: bool = False  # for the next drafter, should the one at work be replaced
-    queued_at: float = field(default_factory=time.monotonic)
     slot: int = -1
     epoch: int = 0
     cached: int = 0  # positions whose keys and values are in the slot and verified
@@ -75,6 +76,8 @@ class Sequence:
     acceptance: Acceptance = field(default_factory=Acceptance)
     position_acceptance: PositionAcceptance = field(default_factory=PositionAcceptance)  # decayed, for the draft length
     finish_reason: FinishReason | None = None
+    arrived_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None  # as in Progress
 
     @property
     def prefilling(self) -> bool:

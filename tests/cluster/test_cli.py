@@ -40,7 +40,10 @@ def test_every_command_explains_itself(command):
     assert "--target" in result.output
 
 
-@pytest.mark.parametrize("arguments", [[], ["generate", "--frobnicate"], ["serve", "--port", "99999"], ["fly"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["generate", "--frobnicate"], ["serve", "--port", "99999"], ["serve", "--traffic-sample", "2"], ["fly"]],
+)
 def test_wrong_use_is_exit_code_2(arguments):
     assert run(*arguments).exit_code == 2
 

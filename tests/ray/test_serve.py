@@ -16,6 +16,8 @@ from serving.engine.build import build_engine
 from serving.engine.sampling import Sampling
 from serving.serve_app import ServeError, build, memory_line, run_app, shutdown
 from serving.serve_config import ServeConfig
+from serving.traffic_log import TrafficLogConfig
+from serving.traffic_shards import read_traffic
 from tests.serving.test_replica import save_untrained_drafter
 from tests.toy_folder import save_toy_target
 
@@ -37,14 +39,19 @@ def config(tmp_path_factory) -> ServeConfig:
     target = save_toy_target(folder / "long", max_position_embeddings=8192, eos_token_id=None)
     drafter = save_untrained_drafter(folder / "drafter", target)
     return ServeConfig(
-        target=str(target), drafter=str(drafter), port=free_port(), num_slots=2, max_len=8192, max_waiting=1, threads=1
-    )
+        target=str(target), drafter=str(drafter), port=free_port(), num_slots=2, max_len=8192, max_waiting=1, threads=1,
+        traffic_log=TrafficLogConfig(uri=str(folder / "traffic")),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def base_url(ray_cluster, config) -> Iterator[str]:
-    yield run_app(config)
+    url = run_app(config)
+    yield url
+    finished = sum(metric(url, "request_total", f'finished_reason="{reason}"') for reason in ("stop", "length"))
     shutdown()
+    assert config.traffic_log.flush_interval_s >= 60, "rows would not wait for the end"
+    assert sum(table.num_rows for table in read_traffic(config.traffic_log.uri)) == finished
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +59,10 @@ def client(base_url) -> openai.OpenAI:
     return openai.OpenAI(base_url=base_url, api_key="none", timeout=60, max_retries=0)
 
 
-def metric(base_url: str, start: str) -> float:
+def metric(base_url: str, start: str, label: str = "") -> float:
     with urllib.request.urlopen(base_url.removesuffix("/v1") + "/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start) and label in line)
 
 
 def wait_for_free_slots(base_url: str, deadline_s: float = 5.0) -> None:
@@ -143,7 +150,7 @@ def test_a_client_that_leaves_a_stream_frees_the_slot(client, base_url):
     assert metric(base_url, "num_requests_running") == 1
     stream.close()
     wait_for_free_slots(base_url)
-    assert metric(base_url, 'request_total{finished_reason="abort"') == 1
+    assert metric(base_url, "request_total", 'finished_reason="abort"') == 1
 
 
 def test_a_client_that_gives_up_waiting_frees_the_slot(client, base_url):

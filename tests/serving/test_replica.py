@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from drafters.checkpoint import CheckpointError, save_checkpoint
+from drafters.checkpoint import PROVENANCE, CheckpointError, save_checkpoint
 from drafters.mtp import MtpConfig, make_mtp
 from drafters.target import load_target, target_fingerprint
 from serving.colocated import build
+from serving.drafter_version import drafter_version
 from serving.engine.sampling import Sampling
+from serving.generation import Choice
+from serving.metrics import engine_snapshot
 from serving.replica import Replica
 from serving.serve_config import ServeConfig
+from serving.traffic_shards import read_traffic
 
 ReplicaClass = Replica.__mro__[1]  # the class that Serve's ingress wraps
 DEADLINE_S = 60
@@ -70,7 +76,7 @@ def test_a_swap_under_a_stream_leaves_its_tokens(replica, drafter_dir, tmp_path)
     assert run(tokens_of(replica, swap=str(other))) == expected
     assert replica.model.drafter["path"] == str(other)
     run(replica.reconfigure({"drafter": None}))
-    assert replica.model.drafter == {"name": None, "path": None, "last_swap_refused": None}
+    assert [replica.model.drafter[key] for key in ("name", "path", "last_swap_refused")] == [None] * 3
     assert run(tokens_of(replica)) == expected
     assert 'drafter_swaps_total{model_name="toy",result="done"} 2.0' in replica.model.metrics.render(None).decode()
 
@@ -97,13 +103,55 @@ def test_a_bad_swap_is_refused_and_the_old_drafter_stays(replica, drafter_dir, t
     run(replica.check_health())
 
 
+def test_counters_and_traffic_log_go_by_the_version_of_the_drafter(toy_target_dir, drafter_dir, tmp_path):
+    address = str(shutil.copytree(drafter_dir, tmp_path / "v1"))
+    config = {"target": str(toy_target_dir), "drafter": address, "num_slots": 2, "max_len": 256, "threads": 1}
+    log = tmp_path / "log"
+    replica = ReplicaClass(ServeConfig.model_validate(config | {"traffic_log": {"uri": str(log)}}))
+
+    choice = Choice(prompt_ids=[1, 2, 3], sampling=Sampling(max_new_tokens=40))
+
+    async def answered(name: str) -> None:
+        assert [piece async for piece in replica.model.answer([choice], [], name)]
+
+    run(answered("first"))
+    other = shutil.copytree(drafter_dir, tmp_path / "again" / "v1")
+    provenance = json.loads((other / PROVENANCE).read_text())
+    (other / PROVENANCE).write_text(json.dumps(provenance | {"seed": 1}))
+    run(replica.reconfigure({"drafter": str(other)}))
+    run(answered("second"))
+    run(replica.reconfigure({"drafter": None}))
+    run(answered("third"))
+    versions = [drafter_version(address, Path(address)), drafter_version(str(other), other), None]
+    assert re.fullmatch("v1@[0-9a-f]{8}", versions[0])
+    assert versions[0] != versions[1]
+    text = replica.model.metrics.render(replica._engine.between_rounds(engine_snapshot).result(DEADLINE_S)).decode()
+    for version in versions[:2]:
+        labels = f'drafter_version="{version}",model_name="toy",placement="colocated"'
+        assert f"generation_tokens_total{{{labels}}} 40.0" in text
+    assert 'generation_tokens_total{drafter_version="none",model_name="toy",placement="none"} 40.0' in text
+    replica.__del__()  # Serve calls it, too
+    (table,) = read_traffic(str(log))
+    assert table["request_id"].to_pylist() == ["first", "second", "third"]
+    assert table["drafter_version"].to_pylist() == versions
+    assert table["placement"].to_pylist() == ["colocated", "colocated", "none"]
+
+
 def test_a_replica_that_cannot_load_fails_its_start(toy_target_dir, tmp_path):
     with pytest.raises(CheckpointError, match="no drafter at"):
         ReplicaClass(ServeConfig(target=str(toy_target_dir), drafter=str(tmp_path / "none")))
 
 
 def test_the_config_refuses_what_it_does_not_know():
-    for bad in ({"drafer": "x"}, {"port": 0}, {"port": 70000}, {"num_slots": 0}, {"dtype": "float8"}):
+    for bad in (
+        {"drafer": "x"},
+        {"port": 0},
+        {"port": 70000},
+        {"num_slots": 0},
+        {"dtype": "float8"},
+        {"traffic_log": {"url": "x"}},
+        {"traffic_log": {"sample_rate": 2}},
+    ):
         with pytest.raises(ValidationError):
             ServeConfig.model_validate({"target": "t"} | bad)
     assert inspect.signature(build).parameters["config"].annotation is ServeConfig  # so a Serve YAML becomes one

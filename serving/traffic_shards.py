@@ -1,0 +1,161 @@
+"""The files of a traffic log: their names, which of them are deleted, and how they are read back.
+
+`date=YYYY-MM-DD/<first arrival>-<last arrival>-<writer>-<number>.parquet`, times in UTC. Any number of writers share a
+folder, local or on s3://: names are their own, and all delete by the same rule, the oldest first. What is not named so
+is left alone.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from drafters.atomic_files import AtomicFolder
+from drafters.remote import first_line, patiently
+from serving.traffic_schema import schema_problem
+
+log = logging.getLogger(__name__)
+
+DAY = "date="
+_TIME = "%Y%m%dT%H%M%S%f"
+_NAME = re.compile(r"(\d{8}T\d{12})-(\d{8}T\d{12})-\w+-\d{6,}\.parquet")
+_LEFTOVER_AGE_S = 3600.0  # of a temporary file, after which its writer is taken for dead
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """A file of the log. The oldest comes first."""
+
+    last: datetime  # arrival of its youngest request
+    first: datetime
+    name: str  # with its day
+    size: int  # bytes
+
+
+def shard_name(first_us: int, last_us: int, writer: str, number: int) -> str:
+    """Of requests that arrived between these microseconds since 1970, both included."""
+    first, last = (
+        datetime.fromtimestamp(us // 10**6, UTC).replace(microsecond=us % 10**6) for us in (first_us, last_us)
+    )
+    writer = re.sub(r"\W", "_", writer)
+    return f"{DAY}{last:%Y-%m-%d}/{first.strftime(_TIME)}-{last.strftime(_TIME)}-{writer}-{number:06d}.parquet"
+
+
+def list_shards(folder: AtomicFolder) -> list[Shard]:
+    """All shards, the oldest first."""
+    found = (_shard(name, size) for name, size in _files(folder))
+    return sorted(shard for shard in found if shard is not None)
+
+
+def _shard(name: str, size: int) -> Shard | None:
+    match = _NAME.fullmatch(name.rsplit("/", 1)[-1])
+    if match is None:
+        return None
+    try:
+        first, last = (datetime.strptime(text, _TIME).replace(tzinfo=UTC) for text in match.groups())
+    except ValueError:
+        return None
+    return Shard(last, first, name, size)
+
+
+def _files(folder: AtomicFolder) -> list[tuple[str, int]]:
+    """(name, bytes) of the Parquet files of all days."""
+    if folder.local is not None:
+        return _local_files(folder.local)
+    folder.fs.invalidate_cache()
+    found = patiently(lambda: folder.fs.find(folder.root, detail=True), folder.patience_s)
+    root = folder.root.lstrip("/") + "/"
+    files = [(str(path).lstrip("/").removeprefix(root), int(info["size"])) for path, info in found.items()]
+    return [(name, size) for name, size in files if re.fullmatch(rf"{DAY}[^/]+/[^/]+\.parquet", name)]
+
+
+def _local_files(root: Path) -> list[tuple[str, int]]:
+    """fsspec would leave out a whole day if another writer deletes one of its files meanwhile."""
+    files = []
+    for file in root.glob(f"{DAY}*/*.parquet"):
+        with suppress(FileNotFoundError):
+            files.append((f"{file.parent.name}/{file.name}", file.stat().st_size))
+    return files
+
+
+def delete_old(folder: AtomicFolder, *, max_bytes: int, max_age_s: float) -> int:
+    """Delete the oldest shards until all are young enough and fit; how many were. Those gone already do not matter."""
+    shards = list_shards(folder)
+    oldest = datetime.fromtimestamp(max(0.0, time.time() - max_age_s), UTC)
+    left, deleted = sum(shard.size for shard in shards), 0
+    for shard in shards:
+        if left <= max_bytes and shard.last >= oldest:
+            break
+        with suppress(FileNotFoundError):
+            folder.fs.rm_file(folder.path(shard.name))
+            deleted += 1
+        left -= shard.size
+    if folder.local is not None:
+        _tidy(folder.local, folder.local / folder.scratch)
+    return deleted
+
+
+def _tidy(root: Path, scratch: Path) -> None:
+    """Remove what killed writers left behind, and days that are empty."""
+    now = time.time()
+    for file in scratch.glob("*.tmp"):
+        with suppress(FileNotFoundError):
+            if now - file.stat().st_mtime > _LEFTOVER_AGE_S:
+                file.unlink()
+    for day in root.glob(f"{DAY}*"):
+        with suppress(OSError):  # it is not empty
+            if now - day.stat().st_mtime > _LEFTOVER_AGE_S:  # nobody is about to write into it
+                os.rmdir(day)
+
+
+def read_traffic(uri: str, *, since: datetime | None = None, until: datetime | None = None) -> Iterator[pa.Table]:
+    """The log's requests that arrived from `since` on and before `until`, a table per shard, oldest shards first.
+
+    Columns and metadata as in `traffic_schema`. Times need a time zone. Files that are not of the log, or are broken,
+    are skipped with a warning; a shard that is deleted meanwhile is skipped. A server that is away gets the patience
+    of `drafters.remote`.
+    """
+    folder = AtomicFolder(uri)
+    listed = [(_shard(name, size), name) for name, size in _files(folder)]
+    for shard, name in sorted(listed, key=lambda item: (item[0].last.timestamp() if item[0] else 0.0, item[1])):
+        if shard and ((since and shard.last < since) or (until and shard.first >= until)):
+            continue
+        table = _read(folder, name)
+        if table is not None and (since or until):
+            table = _between(table, since, until)
+        if table is not None and table.num_rows:
+            yield table
+
+
+def _read(folder: AtomicFolder, name: str) -> pa.Table | None:
+    try:
+        table = pq.read_table(io.BytesIO(folder.read(name)))
+    except FileNotFoundError:
+        return None
+    except pa.ArrowInvalid as error:
+        log.warning("%s is skipped: it is no whole Parquet file (%s)", folder.path(name), first_line(error))
+        return None
+    if problem := schema_problem(table.schema):
+        log.warning("%s is skipped: %s", folder.path(name), problem)
+        return None
+    return table
+
+
+def _between(table: pa.Table, since: datetime | None, until: datetime | None) -> pa.Table:
+    arrived, kind = table["arrived_at"], table.schema.field("arrived_at").type
+    if since:
+        table = table.filter(pc.greater_equal(arrived, pa.scalar(since, kind)))
+        arrived = table["arrived_at"]
+    return table.filter(pc.less(arrived, pa.scalar(until, kind))) if until else table
