@@ -93,7 +93,7 @@ class Replica:
             api_keys=api_keys,
             traffic=self._open_traffic_log(),
         )
-        self._drafter_name = engine.drafter_name
+        self._drafter_name, self._drafter_version = engine.drafter_name, engine.drafter_version
         self._swap_refused: str | None = None
         self._serves(LiveConfig(drafter=config.drafter))
         self.model.describe_drafter = self._describe_drafter
@@ -120,7 +120,7 @@ class Replica:
             self.model.metrics.swapped("refused")
         else:
             log.info("the drafter is now %s", wanted.drafter)
-            self._drafter_name, self._swap_refused = name, None
+            self._drafter_name, self._drafter_version, self._swap_refused = name, version, None
             self._serves(wanted)
             if self._supervisor is not None:
                 self._supervisor.serve(drafter if isinstance(drafter, RemoteDrafter) else None, wanted.drafter)
@@ -167,7 +167,7 @@ class Replica:
         said: dict[str, Any] = {
             "name": self._drafter_name,
             "path": self._serving.drafter,
-            "version": self.model.metrics.drafter_version,
+            "version": self._drafter_version,
             "placement": self._config.placement,
             "last_swap_refused": self._swap_refused,
         }
