@@ -1,6 +1,6 @@
 """No body whatever makes the endpoints fail or hang, and what /openapi.json allows is taken.
 
-Bodies are drawn from the app's own schema, then broken. For more examples: `python -m tests.serving.test_api_fuzz 5000`.
+Bodies are drawn from the app's own schema, then broken. More examples: `python -m tests.serving.test_api_fuzz 5000`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ from tests.toy_folder import save_toy_target
 
 DEADLINE_S = 20  # of one request
 PATHS = ["/v1/chat/completions", "/v1/completions"]
-EXAMPLES = 60
+EXAMPLES = 40
 # of a body that the schema allows: what depends on the model, its load or several parameters together
 MEANINGS = {
     *["model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "stream_options", "top_logprobs"],
@@ -208,6 +209,7 @@ def test_bodies_from_the_schema_and_broken_ones(served, path):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         target = Served(save_toy_target(Path(folder) / "toy"), max_len=64)
         for each in PATHS:
