@@ -58,9 +58,9 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 # the first bad item is the error: a list of a million of them is not described item by item
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
-FilledText = Annotated[Text, Field(min_length=1)]
-MetadataKey = Annotated[Text, Field(max_length=64)]
-MetadataText = Annotated[Text, Field(max_length=512)]
+FilledText = Annotated[str, Field(min_length=1), AfterValidator(_encodable)]
+MetadataKey = Annotated[str, Field(max_length=64), AfterValidator(_encodable)]
+MetadataText = Annotated[str, Field(max_length=512), AfterValidator(_encodable)]
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
 
 

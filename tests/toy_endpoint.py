@@ -28,10 +28,10 @@ TEXT = {"model": "toy", "prompt": "hello", "temperature": 0, "max_tokens": 24}
 class Served:
     """A toy model behind the app."""
 
-    def __init__(self, folder, num_slots: int = 2, max_waiting: int = 8, make_drafter=AlwaysRight, api_keys=()):
+    def __init__(self, folder, num_slots=2, max_waiting=8, make_drafter=AlwaysRight, api_keys=(), max_len=256):
         self.target = load_target(str(folder))
         rows, alone = (
-            TorchRows(load_model(self.target.path, torch.float32), num_slots=n, max_len=256) for n in (num_slots, 1)
+            TorchRows(load_model(self.target.path, torch.float32), num_slots=n, max_len=max_len) for n in (num_slots, 1)
         )
         drafter = make_drafter(load_model(self.target.path, torch.float32)) if make_drafter else None
         eos = self.target.eos_token_ids

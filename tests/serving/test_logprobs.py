@@ -179,8 +179,9 @@ def test_completions_streamed_and_whole(served, stopped):
         assert len(streamed) == whole.usage.completion_tokens
     text = whole.choices[0].text
     for token, offset in zip(found.tokens, found.text_offset, strict=True):
-        if "\\x" not in token and offset < len(text):  # whole characters stand where they say
-            assert text[offset:].lstrip("\ufffd").startswith(token)  # bytes that are none are shown with the next
+        rest = text[offset:].lstrip("\ufffd")  # bytes that are no character are shown with the token after them
+        if "\\x" not in token and rest:  # a whole character stands where it says
+            assert rest.startswith(token)
     for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert top[token] == logprob
         assert len(top) in (2, 3)  # its own beside the two most probable ones
