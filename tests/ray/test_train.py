@@ -19,6 +19,7 @@ from drafters.checkpoint import load_module, read_provenance
 from drafters.losses import LossConfig
 from drafters.target import target_fingerprint
 from pipelines import train as train_stage
+from pipelines.curve_point import CurvePoint
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.generate import generate
 from pipelines.generate_config import GenerateConfig
@@ -26,7 +27,7 @@ from pipelines.rollout_store import RolloutError, RolloutStore, open_rollouts, s
 from pipelines.step_config import StepConfig
 from pipelines.train import TrainReport, train
 from pipelines.train_config import DFlashOptions, IndependentOptions, JointOptions, TrainConfig, TrainError
-from pipelines.training import CurvePoint, Trainer
+from pipelines.training import Trainer
 from pipelines.worker_arguments import WorkerArguments
 from tests.toy_folder import save_toy_target
 

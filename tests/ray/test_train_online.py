@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipelines.curve_point import CurvePoint
 from pipelines.generate import GenerateConfig, generate
 from pipelines.step_config import StepConfig
 from pipelines.train import train
 from pipelines.train_config import OnlineOptions, TrainConfig, TrainError
-from pipelines.training import CurvePoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
