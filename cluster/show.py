@@ -13,10 +13,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pipelines.curve_point import CurvePoint
 from pipelines.evaluate import EvaluateProgress, Evaluation
 from pipelines.generate import GenerateProgress, GenerateReport
 from pipelines.train import TrainReport
-from pipelines.training import CurvePoint
 
 KINDS = {"recursive": "recursive MTP", "independent": "independent MTP", "dflash": "DFlash"}
 PLAIN_EVERY = 0.1  # without a terminal: a line each time this share of the work is done

@@ -11,11 +11,12 @@ from typing import Any
 
 from drafters.checkpoint import save_checkpoint
 from drafters.target import target_fingerprint
+from pipelines.curve_point import CurvePoint
 from pipelines.joint_setup import TRUNK, save_trunk
 from pipelines.joint_trainer import JointTrainer
 from pipelines.parity import parity_cases, prompt_cases
 from pipelines.rollout_store import RolloutSet
-from pipelines.training import CurvePoint, Trainer
+from pipelines.training import Trainer
 from pipelines.training_log import write_log
 from pipelines.training_story import TrainingStory
 from pipelines.worker_arguments import WorkerArguments

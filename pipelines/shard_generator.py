@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 from torch import Tensor
 
@@ -45,26 +44,6 @@ class ShardContext:
 def shard_item(name: str, rows: list[PromptRow]) -> dict[str, str]:
     """One shard's work as a row of a Ray dataset: text, so that any Arrow block can hold it."""
     return {"name": name, "rows": json.dumps([row.as_json() for row in rows])}
-
-
-@ray.remote(num_cpus=0, max_restarts=-1)
-class ProgressBoard:
-    """Where actors say how far they are and the driver looks once a second. Losing it loses no rollout.
-
-    If its node dies it starts anew, empty: actors say what they said and more, the driver counts what is finished.
-    """
-
-    def __init__(self) -> None:
-        self.shards: dict[str, tuple[int, int]] = {}  # those at work: name -> rows, response tokens
-
-    def note(self, name: str, rows: int, tokens: int) -> None:
-        self.shards[name] = (rows, tokens)
-
-    def forget(self, name: str) -> None:
-        self.shards.pop(name, None)
-
-    def at_work(self) -> dict[str, tuple[int, int]]:
-        return self.shards
 
 
 class ShardGenerator:

@@ -18,9 +18,10 @@ import ray
 
 from pipelines.cores import usable_cores
 from pipelines.generate_config import GenerateConfig, GenerateError
+from pipelines.progress_board import ProgressBoard
 from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutStore, ShardRecord
-from pipelines.shard_generator import ProgressBoard, ShardContext, ShardGenerator
+from pipelines.shard_generator import ShardContext, ShardGenerator
 
 MAX_ATTEMPTS = 2  # of a shard that fails
 POLL_S = 1.0  # how often the driver looks at the progress board

@@ -25,19 +25,20 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer
 
 from drafters.target import Target, load_target, target_fingerprint
+from pipelines.curve_point import CurvePoint
 from pipelines.evaluate import versions
 from pipelines.finished_drafter import DRAFTER, PARITY, REPORT
 from pipelines.joint_setup import TRUNK, own_cases
 from pipelines.mask_token import mask_token
 from pipelines.online_setup import online_source, tapped_layers
 from pipelines.parity import ParityCase, ParityResult, run_parity
+from pipelines.progress_board import CurveBoard
 from pipelines.ray_session import lacking_resource, start_ray
 from pipelines.rollout_store import RolloutSet
 from pipelines.run_plan import run_name, run_plan, take_up
 from pipelines.train_config import TrainConfig, TrainError
 from pipelines.train_storage import TrainStorage, train_storage
 from pipelines.train_worker import SCORE, train_worker
-from pipelines.training import CurvePoint
 from pipelines.training_data import check_sets, training_data
 from pipelines.training_log import LiveLog
 from pipelines.warm_start import as_started, check_start
@@ -99,7 +100,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> TrainRe
     start_ray()
     check_resources(config)
     take_up(storage.state, plan)
-    board = _Board.options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()  # type: ignore[attr-defined]  # of ray.remote
+    board = CurveBoard.remote()  # type: ignore[attr-defined]  # of ray.remote
     log = LiveLog(storage.live_log) if storage.live_log else None
     with _Relay(board, [on_progress, log.add if log else None]):
         checkpoint = _fit(config, replace(arguments, board=board), storage, run_name(plan))
@@ -248,29 +249,6 @@ def _cause(error: BaseException) -> str:
     message = next((line for line in after if line and not line[0].isspace()), "")
     kind = type(inner).__name__
     return message if frames or (message and isinstance(inner, ValueError)) else f"{kind}: {message}".removesuffix(": ")
-
-
-@ray.remote
-class _Board:
-    """Holds the points that the driver has not fetched yet."""
-
-    def __init__(self) -> None:
-        self.points: list[CurvePoint] = []
-        self.reason: str | None = None
-
-    def give_up(self, reason: str) -> None:
-        """By a worker that knows that another start would not help."""
-        self.reason = reason
-
-    def given_up(self) -> str | None:
-        return self.reason
-
-    def put(self, point: CurvePoint) -> None:
-        self.points.append(point)
-
-    def take(self) -> list[CurvePoint]:
-        taken, self.points = self.points, []
-        return taken
 
 
 def _given_up(board: Any) -> str | None:

@@ -22,6 +22,7 @@ from drafters.drafter_module import DrafterModule
 from drafters.losses import FinalNorm
 from drafters.target import shared_weights, target_on_this_node
 from pipelines.cores import usable_cores
+from pipelines.curve_point import CurvePoint
 from pipelines.finished_drafter import write_finished
 from pipelines.fresh_drafter import fresh_drafter, scale_taps
 from pipelines.joint_setup import joint_module
@@ -30,7 +31,7 @@ from pipelines.pack_source import Fetch, PackSource
 from pipelines.rollout_store import RolloutSet
 from pipelines.step_order import Chunk, StepOrder, every_nth_row
 from pipelines.train_config import TrainError
-from pipelines.training import CurvePoint, Team, Trainer, TrainingFailedError
+from pipelines.training import Team, Trainer, TrainingFailedError
 from pipelines.training_data import fetch_from, first_sequences, open_sets
 from pipelines.training_sequence import TrainingSequence
 from pipelines.training_story import TrainingStory

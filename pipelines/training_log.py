@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.training import CurvePoint
+from pipelines.curve_point import CurvePoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from drafters.drafter_module import DrafterModule
-from pipelines.training import CurvePoint
+from pipelines.curve_point import CurvePoint
 
 LOSS_POINTS = 10  # the report's loss is the mean over the last ones
 

@@ -19,6 +19,9 @@ torch.set_num_threads(1)
 S3_PORTS = free_ports(5)
 os.environ.update(environment(S3_PORTS[3]))
 
+# No node here is drained with notice; the actor that looks out for that would load Ray Train at every training's start.
+os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+
 
 @pytest.fixture(scope="session")
 def toy_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

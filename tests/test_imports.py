@@ -86,3 +86,12 @@ def test_drafters_engines_and_training_step_import_without_ray():
         [sys.executable, "-c", WITHOUT_RAY, *names], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert child.returncode == 0, child.stderr
+
+
+def test_a_board_s_process_starts_without_torch():
+    """A run's board has a process to itself, which would otherwise load as much as a worker does."""
+    code = "import sys, pipelines.progress_board; assert not {'torch', 'transformers'} & set(sys.modules)"
+    child = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert child.returncode == 0, child.stderr

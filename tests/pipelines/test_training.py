@@ -13,9 +13,10 @@ from drafters.drafter_module import DrafterModule, DraftLogits
 from drafters.losses import FinalNorm, LossConfig, supervise
 from drafters.training_batch import Document, pad_documents
 from pipelines import training
+from pipelines.curve_point import CurvePoint
 from pipelines.expected_acceptance import expected_acceptance, walk_rounds
 from pipelines.step_config import StepConfig
-from pipelines.training import MAX_SKIPPED_STEPS, CurvePoint, Team, Trainer, TrainingFailedError
+from pipelines.training import MAX_SKIPPED_STEPS, Team, Trainer, TrainingFailedError
 from pipelines.training_sequence import TrainingSequence
 from tests.toy_dflash import toy_dflash
 from tests.toy_mtp import continued, toy_mtp, toy_trainer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipelines.training import CurvePoint
+from pipelines.curve_point import CurvePoint
 from pipelines.training_log import METRICS, PLOT, TENSORBOARD, LiveLog, scalars_of, write_log
 
 POINTS = [

@@ -23,6 +23,7 @@ from pipelines.step_config import StepConfig
 from pipelines.train import train
 from pipelines.train_config import TrainConfig, TrainError
 from tests.conftest import S3_PORTS
+from tests.in_process_training import in_process
 from tests.s3_server import BUCKET, S3Server
 
 pytestmark = [
@@ -133,7 +134,8 @@ def test_training_on_s3_gives_the_weights_of_training_on_a_folder(
         cache_bytes=0,  # every epoch reads anew
         save_every_steps=4,
     )
-    train(config)
+    with in_process(tmp_path):
+        train(config)
     remote = replace(config, rollouts=(f"s3://{BUCKET}/rollouts",), output=f"s3://{BUCKET}/drafters/new")
     with away_once(server, f"{BUCKET}/drafters", "complete.json"):
         report = train(remote)

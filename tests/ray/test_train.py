@@ -19,6 +19,7 @@ from drafters.checkpoint import load_module, read_provenance
 from drafters.losses import LossConfig
 from drafters.target import target_fingerprint
 from pipelines import train as train_stage
+from pipelines.curve_point import CurvePoint
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.generate import generate
 from pipelines.generate_config import GenerateConfig
@@ -26,8 +27,9 @@ from pipelines.rollout_store import RolloutError, RolloutStore, open_rollouts, s
 from pipelines.step_config import StepConfig
 from pipelines.train import TrainReport, train
 from pipelines.train_config import DFlashOptions, IndependentOptions, JointOptions, TrainConfig, TrainError
-from pipelines.training import CurvePoint, Trainer
+from pipelines.training import Trainer
 from pipelines.worker_arguments import WorkerArguments
+from tests.in_process_training import in_process
 from tests.toy_folder import save_toy_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -172,30 +174,50 @@ def disturbed(packed: dict[str, WorkerArguments]) -> None:
         stage.Trainer = Trainer
 
 
-def test_a_killed_worker_and_a_failed_run_cost_nothing(
-    trained, config: TrainConfig, work: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture(scope="module")
+def interrupted(trained, config: TrainConfig, work: Path) -> tuple[TrainConfig, list[CurvePoint]]:
+    """A run that was killed, failed, and was stopped in its gate, and the points after the failure."""
     here = replace(config, output=str(work / "again" / "drafter"))
-    with monkeypatch.context() as patch:
+    points: list[CurvePoint] = []
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_stage, "train_worker", disturbed)  # the kill is one failure; the next one ends the run
         refused(
             replace(here, max_failures=1),
             TrainError,
             r"training failed \(.*the disk is on fire\); mend that and run the same command",
         )
-    assert (work / "again" / "step-7").exists()
-    assert (work / "again" / "step-11").exists(), "the killed worker's run did not continue by itself"
     assert not Path(here.output).exists()
 
+    def stopped(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_stage, "run_parity", stopped)
+        with pytest.raises(RuntimeError, match="stopped"):
+            train(here, points.append)
+    assert not Path(here.output).exists(), "nothing is put there before it was held against the engine"
+    return here, points
+
+
+def test_a_killed_worker_and_a_failed_run_go_on(interrupted, work: Path):
+    assert (work / "again" / "step-7").exists()
+    assert (work / "again" / "step-11").exists(), "the killed worker's run did not continue by itself"
+    assert interrupted[1][0].step > 8, "the same command began anew"
+
+
+def test_a_run_that_was_stopped_in_the_gate_goes_on_there_and_nothing_was_lost(interrupted, trained):
+    here, _ = interrupted
     points: list[CurvePoint] = []
     report = train(here, points.append)
-    assert points[0].step > 8, "the same command began anew"
+    assert points == [], "the same command trained again"
     ours, undisturbed = (load_file(Path(r.output) / "model.safetensors") for r in (report, trained[0]))
     assert ours.keys() == undisturbed.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, undisturbed[name]), name
     assert report.expected_tau == trained[0].expected_tau
-    assert [p["step"] for p in read_provenance(Path(report.output))["training_curve"]] == [4, 8, 12]
+    provenance = read_provenance(Path(report.output))
+    assert [p["step"] for p in provenance["training_curve"]] == [4, 8, 12]
+    assert provenance["parity"]["served"] == report.served_tau == trained[0].served_tau
 
 
 def test_two_workers_train_as_one_does(config: TrainConfig, tmp_path: Path):
@@ -205,7 +227,8 @@ def test_two_workers_train_as_one_does(config: TrainConfig, tmp_path: Path):
     reports = {}
     for workers in (1, 2):
         here = replace(config, output=str(tmp_path / f"by-{workers}"), steps=steps, num_workers=workers)
-        reports[workers] = train(here, points[workers].append)
+        with in_process(tmp_path) if workers == 1 else contextlib.nullcontext():
+            reports[workers] = train(here, points[workers].append)
     assert reports[1].steps == reports[2].steps >= 5
     assert [p.tokens for p in points[1]] == [p.tokens for p in points[2]]
     assert [p.loss for p in points[1]] == pytest.approx([p.loss for p in points[2]], rel=1e-3)
@@ -234,34 +257,17 @@ def test_the_joint_regime_delivers_a_trunk_and_its_drafter(config: TrainConfig, 
     assert evaluate(EvaluateConfig(target=str(trunk), drafter=report.output, prompts=prompts, limit=4)).equal == 4
 
 
-def test_a_run_that_was_stopped_in_the_gate_goes_on_there(
-    trained, config: TrainConfig, work: Path, monkeypatch: pytest.MonkeyPatch
-):
-    here = replace(config, output=str(work / "gate" / "drafter"))
-
-    def stopped(*_: Any) -> None:
-        raise RuntimeError("stopped")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_stage, "run_parity", stopped)
-        with pytest.raises(RuntimeError, match="stopped"):
-            train(here)
-    assert not Path(here.output).exists(), "nothing is put there before it was held against the engine"
-    points: list[CurvePoint] = []
-    report = train(here, points.append)
-    assert points == [], "the same command trained again"
-    assert read_provenance(Path(here.output))["parity"]["served"] == report.served_tau == trained[0].served_tau
-
-
 def test_a_run_that_would_only_fail_again_ends_at_once(config: TrainConfig, tmp_path: Path):
     here = replace(config, output=str(tmp_path / "drafter"), steps=replace(config.steps, learning_rate=1e30))
-    refused(here, TrainError, r"training ended early: the gradient was not finite in 10 steps in a row, .*give a lower")
+    with in_process(tmp_path):
+        refused(here, TrainError, r"training ended early: the gradient was not finite in 10 steps in a row, .*a lower")
 
 
 def test_responses_too_short_to_measure_tau_on_still_train(config: TrainConfig, tmp_path: Path):
     rollouts = changed_set(config, tmp_path / "short", rows=6, response=3)  # as long as a draft, so no whole round
     steps = replace(config.steps, epochs=1, tokens_per_step=40)
-    report = train(replace(config, rollouts=(rollouts,), output=str(tmp_path / "drafter"), steps=steps))
+    with in_process(tmp_path):
+        report = train(replace(config, rollouts=(rollouts,), output=str(tmp_path / "drafter"), steps=steps))
     assert report.expected_tau is None
     assert report.acceptance_by_position == []
     assert read_provenance(tmp_path / "drafter")["expected_tau"] is None
@@ -280,7 +286,8 @@ def test_a_drafter_that_is_served_otherwise_fails_the_gate_and_is_kept(
     monkeypatch.setattr("serving.engine.build.load_module", spoiled)
     known = changed_set(config, tmp_path / "known", rows=6, response=24, repeats=4)  # held out, and trained on as well
     steps = replace(config.steps, epochs=20)
-    report = train(replace(config, rollouts=(known,), output=str(tmp_path / "drafter"), steps=steps))
+    with in_process(tmp_path):
+        report = train(replace(config, rollouts=(known,), output=str(tmp_path / "drafter"), steps=steps))
     assert report.expected_tau > 1.5
     assert report.parity_passed is False
     assert "more than 5% apart" in report.parity_verdict

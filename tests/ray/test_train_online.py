@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipelines.curve_point import CurvePoint
 from pipelines.generate import GenerateConfig, generate
 from pipelines.step_config import StepConfig
 from pipelines.train import train
 from pipelines.train_config import OnlineOptions, TrainConfig, TrainError
-from pipelines.training import CurvePoint
+from tests.in_process_training import in_process
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -58,14 +59,13 @@ def config_of(work: Path, target: Path, rollouts: str, **changes) -> TrainConfig
     )
 
 
-def test_the_loss_curves_agree(work: Path, toy_target_dir: Path):
+def test_the_loss_curves_agree(work: Path, toy_target_dir: Path, tmp_path: Path):
     online = OnlineOptions(target_layer_ids=(0, 1), backend="torch", batch=4, threads_per_actor=1)
     before = sorted(p for p in work.rglob("*.parquet"))
     curves: dict[str, list[CurvePoint]] = {"whole": [], "bare": []}
-    reports = {
-        "whole": train(config_of(work, toy_target_dir, "whole"), curves["whole"].append),
-        "bare": train(config_of(work, toy_target_dir, "bare", online=online), curves["bare"].append),
-    }
+    reports = {"bare": train(config_of(work, toy_target_dir, "bare", online=online), curves["bare"].append)}
+    with in_process(tmp_path):
+        reports["whole"] = train(config_of(work, toy_target_dir, "whole"), curves["whole"].append)
     assert reports["whole"].steps == reports["bare"].steps > 8
     assert [p.step for p in curves["whole"]] == [p.step for p in curves["bare"]]
     losses = {name: [p.loss for p in points] for name, points in curves.items()}

@@ -11,10 +11,11 @@ test 1e-4, on fixed seeds: the draws are the same in every run.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from drafters.prompt_lookup import PromptLookupDrafter
 from drafters.verify import Verdict
 from serving.engine import verification
 from serving.engine.engine import Engine, EngineConfig
+from serving.engine.rows import RowsBackend
 from serving.engine.sampling import Sampling, target_probs
 from serving.engine.torch_rows import TorchRows
 from tests.drafters.test_verify import ALPHA, chi_square_parts
@@ -50,6 +52,7 @@ NUM_SLOTS = 2500  # wide batches: the cost is Python's, by pass and by sequence
 PROMPT = [7, 3, 12]
 PROMPT_TO_LOOK_UP = [7, 3, 12, 0, 9, 15, 1, 7, 4, 10, 2, 14, 6, 13, 5, 11, 8, 3]  # every token has a successor here
 NEW_TOKENS = 3
+MAX_LEN = len(PROMPT_TO_LOOK_UP) + 12
 SHAPES = {
     "t1": Sampling(temperature=1.0, max_new_tokens=NEW_TOKENS),
     "t0.7": Sampling(temperature=0.7, max_new_tokens=NEW_TOKENS),
@@ -94,23 +97,34 @@ def target():
 @lru_cache
 def rows() -> TorchRows:
     """One backend for all cases: every request begins its slot anew."""
-    return TorchRows(new_target(), num_slots=NUM_SLOTS, max_len=len(PROMPT_TO_LOOK_UP) + 12, target_layer_ids=TAPS)
+    return TorchRows(new_target(), num_slots=NUM_SLOTS, max_len=MAX_LEN, target_layer_ids=TAPS)
 
 
-@lru_cache
-def next_probs(ids: tuple[int, ...], shape: Sampling) -> np.ndarray:
+@cache
+def next_logits(prompt: tuple[int, ...], added: int) -> torch.Tensor:
+    """[VOCAB ** added, VOCAB] by transformers, after the prompt and every possible continuation of so many tokens."""
+    continuations = list(itertools.product(range(VOCAB), repeat=added))
     with torch.inference_mode():
-        logits = target()(torch.tensor([ids])).logits[:, -1]
-    params = torch.tensor([shape.temperature]), torch.tensor([shape.top_k]), torch.tensor([shape.top_p])
-    return target_probs(logits, *params)[0].numpy()
+        return target()(torch.tensor([prompt + more for more in continuations]), logits_to_keep=1).logits[:, -1]
 
 
-def emitted(drafter: str | None, shape: Sampling, requests: int = REQUESTS) -> Counter[tuple[int, ...]]:
-    """How often each sequence, prompt and three tokens, came out."""
+@cache
+def next_probs(prompt: tuple[int, ...], added: int, shape: Sampling) -> np.ndarray:
+    """[VOCAB, ..., VOCAB] probabilities of the next token, given the prompt and `added` tokens after it."""
+    logits = next_logits(prompt, added)
+    count = len(logits)
+    params = [shape.temperature] * count, [shape.top_k] * count, [shape.top_p] * count
+    return target_probs(logits, *(torch.tensor(p) for p in params)).view((VOCAB,) * (added + 1)).numpy()
+
+
+def emitted(
+    drafter: str | None, shape: Sampling, requests: int = REQUESTS, backend: RowsBackend | None = None
+) -> Counter[tuple[int, ...]]:
+    """How often each sequence, prompt and three tokens, came out of the engine on `backend` (None: `rows`)."""
     prompt = PROMPT_TO_LOOK_UP if drafter == "prompt-lookup" else PROMPT
     nodes = TREE_NODES if drafter and "trees" in drafter else 0
     config = EngineConfig(num_draft_tokens=2, tree_nodes=nodes, max_prefill_rows=len(prompt) * NUM_SLOTS)
-    engine = Engine(rows(), DRAFTERS[drafter]() if drafter else None, config=config)
+    engine = Engine(backend or rows(), DRAFTERS[drafter]() if drafter else None, config=config)
     params = [replace(shape, seed=seed) for seed in range(requests)]
     gc.disable()  # tens of thousands of live objects and no cycle among them: collecting would take half the time
     try:
@@ -141,7 +155,7 @@ def worst_p(counts: Counter[tuple[int, ...]], shape: Sampling) -> float:
             observed.setdefault(tokens[:place], np.zeros(VOCAB))[tokens[place]] += count
     p_values, statistic, degrees, tested = [], 0.0, 0, 0.0
     for start, followed in observed.items():
-        probs = next_probs(start, replace(shape, seed=0))
+        probs = next_probs(start[:prompt_len], len(start) - prompt_len, replace(shape, seed=0))[start[prompt_len:]]
         possible = probs > 0
         if followed[~possible].any():  # a token outside top-k or top-p
             return 0.0
