@@ -6,20 +6,21 @@ Exit codes: 0 done, 1 failed (one line names the cause and the mend), 2 wrong us
 from __future__ import annotations
 
 import sys
-import threading
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from rich.markup import escape
 
 from cluster.command import (
     BackendOption,
+    ChatTemplateOption,
     CudaGraphsOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
+    SystemOption,
     TargetOption,
+    ThinkingOption,
     amounts,
     console,
     end,
@@ -28,15 +29,8 @@ from cluster.command import (
 )
 from cluster.rollouts_command import rollouts
 from cluster.run_file import RunOption
+from cluster.serve_command import serve
 from cluster.train_command import train
-
-ChatTemplateOption = Annotated[str | None, typer.Option(help="Jinja file in place of the target's own chat template.")]
-SystemOption = Annotated[
-    str | None, typer.Option(help="System turn for chats that have none; raw prompts stay as they are.")
-]
-ThinkingOption = Annotated[
-    Literal["default", "on", "off"], typer.Option(help="Told to the chat template as enable_thinking.")
-]
 
 app = typer.Typer(
     name="draftloop",
@@ -161,77 +155,7 @@ def evaluate(
         end(report, show.evaluation_table, as_json, f"draftloop serve --target {target} --drafter {drafter}")
 
 
-@app.command()
-def serve(
-    run: RunOption = None,
-    target: TargetOption = "smollm2",
-    drafter: Annotated[str | None, typer.Option(help="--output of train; without: plain decoding.")] = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from other machines.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    model_name: Annotated[str | None, typer.Option(help="What clients ask for; default: the target's name.")] = None,
-    chat_template: ChatTemplateOption = None,
-    system: SystemOption = None,
-    thinking: ThinkingOption = "default",
-    num_draft_tokens: Annotated[
-        int, typer.Option(min=0, help="Most drafts per round, or depth of a tree; 0: decode plainly.")
-    ] = 5,
-    tree_nodes: Annotated[
-        int, typer.Option(min=0, max=63, help="Most nodes of a draft tree, where a drafter makes trees; 0: chains.")
-    ] = 15,
-    adapt: Annotated[bool, typer.Option(help="Choose each sequence's number of drafts by cost.")] = True,
-    num_slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
-    max_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt included.")] = 2048,
-    num_replicas: Annotated[int, typer.Option(min=1)] = 1,
-    traffic_log: Annotated[
-        str | None,
-        typer.Option(help="Folder, local or s3://, for the token ids of answered requests; without: none are kept."),
-    ] = None,
-    traffic_sample: Annotated[float, typer.Option(min=0, max=1, help="Share of the requests that it keeps.")] = 1.0,
-    traffic_max_bytes: Annotated[int, typer.Option(min=1, help="Of the whole log; the oldest go.")] = 10 * 2**30,
-    traffic_max_age_days: Annotated[float, typer.Option(min=0.01, help="Older requests go.")] = 30.0,
-    dtype: DtypeOption = "float32",
-    backend: BackendOption = "auto",
-    device: DeviceOption = "cpu",
-    cuda_graphs: CudaGraphsOption = False,
-) -> None:
-    """Answer OpenAI-style requests with the target and a drafter, until Ctrl-C."""
-    with one_line_errors():
-        from pipelines.ray_session import start_ray
-        from serving.serve_app import memory_line, run_app, shutdown
-        from serving.serve_config import ServeConfig
-        from serving.traffic_log import TrafficLogConfig
-
-        traffic = TrafficLogConfig(
-            uri=traffic_log, sample_rate=traffic_sample, max_bytes=traffic_max_bytes,
-            max_age_s=traffic_max_age_days * 86400,
-        )  # fmt: skip
-        settings: dict[str, Any] = {"dtype": dtype, "backend": backend, "device": device}
-        config = ServeConfig(
-            target=target, drafter=drafter, host=host, port=port, model_name=model_name,
-            chat_template=chat_template, system=system, thinking=thinking,
-            num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes, adapt_draft_length=adapt, num_slots=num_slots,
-            max_len=max_len, num_replicas=num_replicas, cuda_graphs=cuda_graphs, traffic_log=traffic,
-            **settings,
-        )  # fmt: skip
-        start_ray()
-        base_url = run_app(config)
-        what = escape(f"{config.served_name} at {base_url}, drafter {drafter or 'none'}")
-        console.print(f"[bold]serving[/bold] {what}", soft_wrap=True)
-        console.print(memory_line(), highlight=False, markup=False, soft_wrap=True)
-        console.print("try it:")
-        body = f'{{"model": "{config.served_name}", "messages": [{{"role": "user", "content": "What is 7 * 12?"}}]}}'
-        console.print(
-            f"  curl {base_url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-        try:
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            console.print("stopping")
-        finally:
-            shutdown()
+app.command()(serve)
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -21,6 +21,13 @@ DtypeOption = Annotated[str, typer.Option(help="Of the target: float32 or bfloat
 BackendOption = Annotated[str, typer.Option(help="auto, native (C++ on CPUs) or torch (any target, CPU and GPU).")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 CudaGraphsOption = Annotated[bool, typer.Option("--cuda-graphs", help="With cuda: replay captured passes.")]
+ChatTemplateOption = Annotated[str | None, typer.Option(help="Jinja file in place of the target's own chat template.")]
+SystemOption = Annotated[
+    str | None, typer.Option(help="System turn for chats that have none; raw prompts stay as they are.")
+]
+ThinkingOption = Annotated[
+    Literal["default", "on", "off"], typer.Option(help="Told to the chat template as enable_thinking.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="No progress; the report as one JSON object.")]
 
 
