@@ -45,6 +45,7 @@ class DrafterSupervisor:
         self._address: str | None = None  # of the drafter at work
         self._drafter: RemoteDrafter | None = None
         self._on_drafter: Callable[[RemoteDrafter], None] = lambda _: None
+        self._fetch_answers: Callable[[], None] = lambda: None
         self._answered = 0.0  # when it last answered a ping
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -67,9 +68,9 @@ class DrafterSupervisor:
         with self._lock:
             self._drafter, self._address = drafter, address
 
-    def watch(self, on_drafter: Callable[[RemoteDrafter], None]) -> None:
-        """Start to watch the actor in a thread."""
-        self._on_drafter = on_drafter
+    def watch(self, on_drafter: Callable[[RemoteDrafter], None], fetch_answers: Callable[[], None]) -> None:
+        """Start to watch the actor in a thread. `fetch_answers` lets the engine read what has come; it may raise."""
+        self._on_drafter, self._fetch_answers = on_drafter, fetch_answers
         self._thread = threading.Thread(target=self._watch, name="draftloop-supervisor", daemon=True)
         self._thread.start()
 
@@ -146,9 +147,11 @@ class DrafterSupervisor:
             pass
         except RayActorError:
             return "dead"
-        silent_s = time.monotonic() - self._answered
-        unanswered_s = (drafter.oldest_ask() if drafter is not None else None) or 0.0
-        return "hung" if max(silent_s, unanswered_s) > self._plan.hang_timeout_s else None
+        silent_s, limit_s = time.monotonic() - self._answered, self._plan.hang_timeout_s
+        if drafter is not None and (drafter.oldest_ask() or 0.0) > limit_s:
+            self._fetch_answers()  # an engine without work has not looked
+            silent_s = max(silent_s, drafter.oldest_ask() or 0.0)
+        return "hung" if silent_s > limit_s else None
 
     def _replace(self, reason: str) -> None:
         with self._lock:

@@ -101,7 +101,7 @@ class Replica:
             self._compare_prompts(config.drafter)
         if self._supervisor is not None:
             self.model.metrics.restarts = self._supervisor.restarts
-            self._supervisor.watch(self._drafter_is_back)
+            self._supervisor.watch(self._drafter_is_back, self._fetch_answers)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Swap the drafter between two rounds. Never raises, since Serve would kill the replica: it reports instead."""
@@ -150,6 +150,9 @@ class Replica:
                 engine.set_drafter(drafter, engine.drafter_version)
 
         self._engine.between_rounds(take_over).result(_SWAP_DEADLINE_S)
+
+    def _fetch_answers(self) -> None:
+        self._engine.between_rounds(Engine.fetch_answers).result(_SWAP_DEADLINE_S)
 
     def _open_traffic_log(self) -> TrafficLog | None:
         if self._config.traffic_log.uri is None:

@@ -59,7 +59,7 @@ class AwaitedDrafting(Drafting):
         self._owed: dict[int, _Ask] = {}  # by ticket, past their round; their sequences decode plainly
         self._missed: set[int] = set()  # of those, the tickets that a round waited for
         self._answers: dict[int, Answer] = {}  # came while another one was waited for
-        self._round = (0.0, 0, False, 0)  # start, sequences that decode, in halves, how many of them now
+        self._round = (0.0, 0, False, 0)  # start, sequences that decode, in halves, how many of them now; 0: no measure
 
     def turn(self, plan: Plan) -> Plan:
         """Who decodes in this round: the sequences asked for first, and those that wait for no drafts."""
@@ -70,7 +70,7 @@ class AwaitedDrafting(Drafting):
             self._owed[ended.ticket] = ended
         waiting = {id(s) for ask in self._asked[1:] for s in ask.sequences}
         mine = [s for s in plan.decoding if id(s) not in waiting]
-        self._round = (started, batch, len(mine) < batch, len(mine))
+        self._round = (started, batch, len(mine) < batch, 0 if plan.prefilling else len(mine))
         return replace(plan, decoding=mine)
 
     def draft(self, plan: Plan, num_draft_tokens: int, tree_nodes: int, stats: EngineStats) -> tuple[list[int], Drafts]:
@@ -163,17 +163,20 @@ class AwaitedDrafting(Drafting):
         until = self._clock() + (0.0 if self._owed else self._deadline_s)
         while ask.ticket not in self._answers:
             left = until - self._clock()
-            for answer in self.drafter.answers(max(0.0, left)):
-                self._answers[answer.ticket] = answer
+            self.fetch(max(0.0, left))
             if left <= 0 or self.drafter.away is not None:
                 break
         return self._answers.pop(ask.ticket, None)
 
+    def fetch(self, timeout_s: float) -> None:
+        """Keep the answers that have come; waits up to `timeout_s` seconds for the first."""
+        for answer in self.drafter.answers(timeout_s):
+            self._answers[answer.ticket] = answer
+
     def _take_late(self) -> None:
         """Answers that missed their round: what the drafter was told it knows now, its drafts are of the past."""
         if self._owed and self.drafter.away is None:
-            for answer in self.drafter.answers(0.0):
-                self._answers[answer.ticket] = answer
+            self.fetch(0.0)
         for ticket in [ticket for ticket in self._answers if ticket in self._owed]:
             answer, ask = self._answers.pop(ticket), self._owed.pop(ticket)
             if answer.error is not None:

@@ -79,6 +79,9 @@ class Drafting:
     def ahead(self, running: list[Sequence], num_draft_tokens: int, tree_nodes: int, stats: EngineStats) -> None:
         """What can be done for the next round when one is over: nothing, for a drafter in this process."""
 
+    def fetch(self, timeout_s: float) -> None:
+        """Keep answers that have come: there are none on the way, from a drafter in this process."""
+
     def draft(self, plan: Plan, num_draft_tokens: int, tree_nodes: int, stats: EngineStats) -> tuple[list[int], Drafts]:
         """How many drafts were asked of each decoding sequence, and the drafts to verify."""
         batch = len(plan.decoding)

@@ -275,6 +275,11 @@ class Engine:
         overlap = OverlapChoice(config.overlap)
         return AwaitedDrafting(drafter, self.backend, deadline_s=config.draft_deadline_s, overlap=overlap, **options)
 
+    def fetch_answers(self) -> None:
+        """Take what a drafter elsewhere has answered, which an idle engine would not look at."""
+        if self._drafting:
+            self._drafting.fetch(0.0)
+
     def reset_stats(self) -> None:
         """Start counting anew, such as after a warm-up."""
         self.stats, self._counts = EngineStats(), CountsByDrafter()

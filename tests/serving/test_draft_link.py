@@ -288,6 +288,24 @@ def test_a_peer_that_is_gone_costs_one_wait_at_most_and_its_successor_takes_over
     assert done[0].acceptance.rounds >= 6
 
 
+def test_an_idle_engine_is_made_to_read_what_was_answered(serve):
+    """Else a drafter that answered a request whose client then left would be taken for hung."""
+    remote = serve(AlwaysRight(toy_model()))
+    engine = engine_with(remote)
+    engine.add(PROMPTS[0], Sampling(max_new_tokens=40), request_id="leaves")
+    engine.step()
+    engine.cancel("leaves")
+    engine.step()
+    assert not engine.has_work
+    assert remote.oldest_ask() is not None
+    until = time.monotonic() + DEADLINE_S
+    while remote.oldest_ask() is not None and time.monotonic() < until:
+        engine.fetch_answers()
+    assert remote.oldest_ask() is None
+    again = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=40))[0]
+    assert again.acceptance.tau == 4
+
+
 def test_only_the_pairs_own_key_gets_in(link):
     context = zmq.Context()
     for change in ("key", "none"):
