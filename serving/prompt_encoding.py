@@ -5,18 +5,14 @@ The HTTP endpoints and the text engine both come here; `chat_options` says which
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
 
 from drafters.target import Target
 from serving.chat_options import ChatOptions, ChatTemplate
-
-# Characters that composition makes one of, at most: a base and three marks.
-_NFC_SHRINKS = 4
+from serving.token_bound import token_bound
 
 
 class PromptError(ValueError):
@@ -42,7 +38,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.tokenizer.no_truncation()  # a tokenizer file may ask for it, and would cut prompts silently
         self.tokenizer.no_padding()
-        self._characters_per_token = most_characters_per_token(tokenizer)
+        self._bound = token_bound(tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
@@ -66,45 +62,7 @@ class PromptEncoder:
         return self.tokenizer.encode(text).ids
 
     def _check_length(self, text: str, most: int | None) -> None:
-        if most is None or self._characters_per_token is None:
+        if most is None or self._bound is None:
             return
-        least = -(-len(text) // self._characters_per_token)
-        if least > most:
+        if (least := self._bound.least(text)) > most:
             raise PromptTooLongError(least)
-
-
-def most_characters_per_token(tokenizer: Tokenizer) -> int | None:
-    """How many characters of a text one token can stand for; None if there may be no such bound.
-
-    There is none where the tokenizer may drop or join text: a normaliser or splitter that removes, a token that takes
-    the spaces around it, unknown characters that become one token.
-    """
-    parts = json.loads(tokenizer.to_str())
-    shrinks = 1
-    for normaliser in _flat(parts["normalizer"], "normalizers"):
-        if normaliser["type"] == "NFC":
-            shrinks = _NFC_SHRINKS
-        elif not (normaliser["type"] == "Prepend" or _replaces_by_as_much(normaliser)):
-            return None
-    model, vocabulary = parts["model"], tokenizer.get_vocab()
-    bytes_of_any_text = [f"<0x{i:02X}>" for i in range(256)] if model.get("byte_fallback") else ByteLevel.alphabet()
-    if model["type"] != "BPE" or not vocabulary.keys() >= set(bytes_of_any_text):
-        return None
-    splitters = _flat(parts["pre_tokenizer"], "pretokenizers")
-    keeps = {"ByteLevel", "Metaspace", "Digits"}
-    if any(s["type"] not in keeps and not (s["type"] == "Split" and s["behavior"] != "Removed") for s in splitters):
-        return None
-    if any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]):
-        return None
-    return shrinks * max(map(len, vocabulary))
-
-
-def _flat(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    if part is None:
-        return []
-    return [leaf for each in part[inner] for leaf in _flat(each, inner)] if part["type"] == "Sequence" else [part]
-
-
-def _replaces_by_as_much(normaliser: dict[str, Any]) -> bool:
-    pattern = normaliser.get("pattern", {}).get("String")
-    return normaliser["type"] == "Replace" and pattern is not None and len(normaliser["content"]) >= len(pattern)

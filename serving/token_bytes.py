@@ -68,7 +68,7 @@ def _with_spaces(token: str, decoder: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _byte_of_symbol() -> dict[str, int]:
+def byte_of_symbol() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
@@ -76,7 +76,7 @@ def _byte_of_symbol() -> dict[str, int]:
 
 
 def _byte_level(token: str) -> bytes:
-    symbols = _byte_of_symbol()
+    symbols = byte_of_symbol()
     if all(symbol in symbols for symbol in token):
         return bytes(symbols[symbol] for symbol in token)
     return token.encode()  # the decoder leaves such a token as it is

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from serving.json_body import MAX_KEYS
-from serving.prompt_encoding import PromptEncoder, PromptTooLongError, most_characters_per_token
+from serving.prompt_encoding import PromptEncoder, PromptTooLongError
 from serving.request_guards import ApiKeyError, ApiKeys
+from serving.token_bound import TokenBound, token_bound
 from tests.serving.test_detokenize import TOKENIZERS
 from tests.toy_endpoint import CHAT, TEXT, Served, post, run
 
@@ -165,24 +168,33 @@ def test_a_text_that_cannot_fit_is_not_tokenised(toy_target_dir, path):
     assert served.engine.close(deadline_s=0)
 
 
-def bpe(**options) -> Tokenizer:
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(sorted(alphabet))}, [], **options))
+def bpe(without: str = "") -> Tokenizer:
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(without))
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return tokenizer
 
 
 def test_the_bound_of_a_token_is_only_taken_where_it_holds(open_door):
-    plain, composing, stripping, lacking = bpe(), bpe(), bpe(), Tokenizer(models.BPE({"a": 0}, []))
-    assert most_characters_per_token(plain) == 1
+    plain, composing, stripping, unknown = bpe(), bpe(), bpe(), Tokenizer(models.BPE({"a": 0}, []))
+    assert token_bound(plain) == TokenBound(1)
     composing.normalizer = normalizers.NFC()
-    assert most_characters_per_token(composing) == 4
+    assert token_bound(composing) == TokenBound(4)
     stripping.normalizer = normalizers.Strip()
-    assert most_characters_per_token(stripping) is None
-    assert most_characters_per_token(lacking) is None  # letters that it does not know vanish
-    assert most_characters_per_token(TOKENIZERS["metaspace"]) == len("<0x00>")
+    assert token_bound(stripping) is None
+    assert token_bound(unknown) is None
+    assert token_bound(TOKENIZERS["metaspace"]) == TokenBound(len("<0x00>"))
     encoder = PromptEncoder(open_door.target)
-    longest = most_characters_per_token(encoder.tokenizer)
     assert len(encoder.text("x" * 40, most=40)) == 40
     with pytest.raises(PromptTooLongError):
-        encoder.text("x" * (40 * longest + 1), most=40)
+        encoder.text("x" * (40 * token_bound(encoder.tokenizer).characters + 1), most=40)
+
+
+@given(st.text(st.sampled_from("ab \u0301é€\u0000\u0004👍"), max_size=40))
+def test_no_text_has_fewer_tokens_than_the_bound(text):
+    lacking = bpe(without="\u0100\u0104")  # the stand-ins of bytes 0 and 4
+    assert sorted(token_bound(lacking).dropped) == [0, 4]
+    composing = bpe()
+    composing.normalizer = normalizers.NFC()
+    for tokenizer in (lacking, composing, bpe(), TOKENIZERS["metaspace"]):
+        assert len(tokenizer.encode(text).ids) >= token_bound(tokenizer).least(text)
