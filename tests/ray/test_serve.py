@@ -124,7 +124,7 @@ def test_errors_name_the_parameter(client):
     for change, kind, param in (
         ({"model": "other"}, openai.NotFoundError, "model"),
         ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"n": 2}, openai.BadRequestError, "n"),
+        ({"n": 4}, openai.BadRequestError, "n"),  # two slots and one place in the queue
         ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
     ):
         for stream in (False, True):
