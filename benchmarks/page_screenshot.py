@@ -80,13 +80,15 @@ def main() -> None:
     parser.add_argument("--height", type=int, default=800)
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--max-tokens", default="256")
+    parser.add_argument("--runs", type=int, default=2, help="the last is shown; the first ones warm the engine up")
     parser.add_argument("--timeout-s", type=float, default=300.0)
     given = parser.parse_args()
     with open_browser(given.width, given.height, dark=given.dark) as browser:
         browser.get(given.base_url)
         WebDriverWait(browser, given.timeout_s, 0.05).until(lambda b: "·" in b.find_element(By.ID, "served").text)
         fill(browser, {"prompt": given.prompt, "temperature": "0", "max-tokens": given.max_tokens})
-        run_and_wait(browser, given.timeout_s)
+        for _ in range(given.runs):
+            run_and_wait(browser, given.timeout_s)
         error = browser.find_element(By.ID, "error").text
         if error:
             raise SystemExit(f"the endpoint refused: {error}")

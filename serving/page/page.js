@@ -94,7 +94,7 @@ async function fill(pane, asked, signal) {
 function comparison(asked) {
   const same = drafted.text === plain.text;
   byId("verdict").dataset.equal = same;
-  if (same) return `Both texts are equal, all ${drafted.ids.length} tokens: drafting changed nothing but the time.`;
+  if (same) return `Both texts are equal (${drafted.ids.length} tokens): drafting changed nothing but the time.`;
   let at = 0;
   while (at < drafted.text.length && drafted.text[at] === plain.text[at]) at++;
   const where = `The texts differ after ${at} characters`;

@@ -153,7 +153,7 @@ def test_both_answers_with_the_figures_of_the_api(page, url):
     assert float(shown["speed"]) > 0
     assert shown["first"].endswith(" s")
     assert page.figures("plain")["passes"] == str(TOKENS)
-    assert f"equal, all {TOKENS} tokens" in page.find("status").text
+    assert f"Both texts are equal ({TOKENS} tokens)" in page.find("status").text
     assert page.find("speedup").text.endswith("×")
     assert page.complaints() == []
 
