@@ -37,6 +37,7 @@ from serving.engine.engine import RequestError
 from serving.generation import Piece, ServedModel
 from serving.json_body import JsonRoute
 from serving.metrics import CONTENT_TYPE, EngineSnapshot, engine_snapshot
+from serving.page_routes import add_page
 from serving.request_guards import BodyLimit, KeyGuard
 
 log = logging.getLogger(__name__)
@@ -55,10 +56,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 T = TypeVar("T")
 
 
-def make_app(get_model: Callable[[], ServedModel]) -> FastAPI:
+def make_app(get_model: Callable[[], ServedModel], *, page: bool = True) -> FastAPI:
     """The app. `get_model` is asked with every request, since a replica builds its app before its model.
 
-    Requests need one of the model's `api_keys`, if it has any.
+    Requests need one of the model's `api_keys`, if it has any. `page`: a page for people at /.
     """
     app = FastAPI(
         title="Draftloop",
@@ -75,6 +76,8 @@ def make_app(get_model: Callable[[], ServedModel]) -> FastAPI:
     _add_error_handlers(app, refuse)
     _add_information(app, get_model)
     _add_generation(app, get_model)
+    if page:
+        add_page(app)
     return app
 
 

@@ -11,9 +11,10 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api_errors import ApiError
+from serving.page_routes import PAGE_PATHS
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-OPEN_PATHS = frozenset({"/health", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})  # without a key
+OPEN_PATHS = PAGE_PATHS | {"/health", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}  # without a key
 
 
 class ApiKeyError(ValueError):
