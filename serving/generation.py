@@ -90,6 +90,7 @@ class ServedModel:
         chat_options: ChatOptions | None = None,
         api_keys: ApiKeys | None = None,
         traffic: TrafficLog | None = None,
+        page: bool = True,
     ):
         self.engine = engine
         self.name = name
@@ -97,6 +98,7 @@ class ServedModel:
         self.metrics = metrics
         self.describe_drafter: Callable[[], dict[str, Any]] = lambda: {"name": None, "path": None}
         self.api_keys = api_keys or ApiKeys()  # none: everybody is let in
+        self.page = page  # whether people find one at /
         self.traffic = traffic
         metrics.traffic = traffic.counts if traffic else None
         self.defaults = SamplingDefaults.of(target.generation_config)

@@ -56,10 +56,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 T = TypeVar("T")
 
 
-def make_app(get_model: Callable[[], ServedModel], *, page: bool = True) -> FastAPI:
+def make_app(get_model: Callable[[], ServedModel]) -> FastAPI:
     """The app. `get_model` is asked with every request, since a replica builds its app before its model.
 
-    Requests need one of the model's `api_keys`, if it has any. `page`: a page for people at /.
+    Requests need one of the model's `api_keys`, if it has any. At / is a page for people, if the model wants one.
     """
     app = FastAPI(
         title="Draftloop",
@@ -76,8 +76,7 @@ def make_app(get_model: Callable[[], ServedModel], *, page: bool = True) -> Fast
     _add_error_handlers(app, refuse)
     _add_information(app, get_model)
     _add_generation(app, get_model)
-    if page:
-        add_page(app)
+    add_page(app, lambda: get_model().page)
     return app
 
 

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,14 +40,20 @@ def _path_of(name: str) -> str:
 PAGE_PATHS = frozenset(map(_path_of, _CONTENT_TYPES))
 
 
-def add_page(app: FastAPI) -> None:
-    """Serve the page's files from memory. Raises FileNotFoundError where the package was installed without them."""
+def add_page(app: FastAPI, wanted: Callable[[], bool]) -> None:
+    """Serve the page's files from memory, 404 while it is not wanted.
+
+    Raises FileNotFoundError where the package was installed without the files.
+    """
     for name, content_type in _CONTENT_TYPES.items():
-        _add_file(app, _path_of(name), (FOLDER / name).read_bytes(), {"Content-Type": content_type} | _HEADERS)
+        headers = {"Content-Type": content_type} | _HEADERS
+        _add_file(app, _path_of(name), (FOLDER / name).read_bytes(), headers, wanted)
 
 
-def _add_file(app: FastAPI, path: str, content: bytes, headers: dict[str, str]) -> None:
+def _add_file(app: FastAPI, path: str, content: bytes, headers: dict[str, str], wanted: Callable[[], bool]) -> None:
     async def file(request: Request) -> Response:
+        if not wanted():
+            raise HTTPException(404, "the page is switched off")
         return Response(content, headers=headers)
 
     app.add_route(path, file, methods=["GET"], include_in_schema=False)

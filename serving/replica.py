@@ -92,6 +92,7 @@ class Replica:
             chat_options=self._template.options,
             api_keys=api_keys,
             traffic=self._open_traffic_log(),
+            page=config.page,
         )
         self._drafter_name, self._drafter_version = engine.drafter_name, engine.drafter_version
         self._swap_refused: str | None = None

@@ -24,6 +24,7 @@ class KeyedModel:
 
     metrics = SimpleNamespace(refused=lambda status: None)
     api_keys = ApiKeys(["secret"])
+    page = True
 
 
 def get(app: FastAPI, path: str, method: str = "GET") -> httpx.Response:
@@ -65,8 +66,12 @@ def test_the_api_beside_the_open_files_wants_its_key(app):
 
 
 def test_the_page_can_be_left_out():
-    assert get(make_app(KeyedModel, page=False), "/").status_code == 404
-    assert get(make_app(KeyedModel, page=False), "/page/page.js").status_code == 404
+    class Pageless(KeyedModel):
+        page = False
+
+    answer = get(make_app(Pageless), "/")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "GET /: the page is switched off")
+    assert get(make_app(Pageless), "/page/page.js").status_code == 404
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -90,4 +95,4 @@ def test_an_installed_wheel_has_the_files():
 def test_a_package_without_the_files_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr("serving.page_routes.FOLDER", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"index\.html"):
-        add_page(FastAPI())
+        add_page(FastAPI(), lambda: True)
