@@ -86,7 +86,11 @@ class SlotMemory:
         """
         if not self._reuse or self._lowest_first:
             return free[0]
-        shared = {slot: self._prefix(slot, sequence, use).cached for slot in free}
+        shared = dict.fromkeys(free, 0)
+        head = sequence.tokens[:LEAST_PREFIX]
+        for slot in free if sequence.prompt_len > LEAST_PREFIX else ():
+            if self._remains[slot].tokens[:LEAST_PREFIX] == head:
+                shared[slot] = self._prefix(slot, sequence, use).cached
         kin = [s for s in free if shared[s] >= max(LEAST_PREFIX, len(self._remains[s].tokens) / 2)]
         if kin:
             return max(kin, key=lambda s: (shared[s], -self._remains[s].released))
