@@ -86,18 +86,18 @@ class SlotMemory:
         """
         if not self._reuse or self._lowest_first:
             return free[0]
-        shared = dict.fromkeys(free, 0)
+        shared: dict[int, int] = {}
         head = sequence.tokens[:LEAST_PREFIX]
         for slot in free if sequence.prompt_len > LEAST_PREFIX else ():
             if self._remains[slot].tokens[:LEAST_PREFIX] == head:
                 shared[slot] = self._prefix(slot, sequence, use).cached
-        kin = [s for s in free if shared[s] >= max(LEAST_PREFIX, len(self._remains[s].tokens) / 2)]
+        kin = [s for s, n in shared.items() if n >= max(LEAST_PREFIX, len(self._remains[s].tokens) / 2)]
         if kin:
             return max(kin, key=lambda s: (shared[s], -self._remains[s].released))
         for slot in free:
             if len(self._remains[slot].tokens) < LEAST_PREFIX:
                 return slot
-        return max(free, key=lambda s: (shared[s] // LEAST_PREFIX, -self._remains[s].released))
+        return max(free, key=lambda s: (shared.get(s, 0) // LEAST_PREFIX, -self._remains[s].released))
 
     def restore(self, sequence: Sequence, use: FeatureUse) -> None:
         """Let an admitted sequence go on from what its slot holds, and forget that."""

@@ -123,7 +123,9 @@ def emitted(
     """How often each sequence, prompt and three tokens, came out of the engine on `backend` (None: `rows`)."""
     prompt = PROMPT_TO_LOOK_UP if drafter == "prompt-lookup" else PROMPT
     nodes = TREE_NODES if drafter and "trees" in drafter else 0
-    config = EngineConfig(num_draft_tokens=2, tree_nodes=nodes, max_prefill_rows=len(prompt) * NUM_SLOTS)
+    config = EngineConfig(
+        num_draft_tokens=2, tree_nodes=nodes, max_prefill_rows=len(prompt) * NUM_SLOTS, reuse_prefixes=False
+    )
     engine = Engine(backend or rows(), DRAFTERS[drafter]() if drafter else None, config=config)
     params = [replace(shape, seed=seed) for seed in range(requests)]
     gc.disable()  # tens of thousands of live objects and no cycle among them: collecting would take half the time
