@@ -90,7 +90,7 @@ class AutoscaleConfig(BaseModel):
             min_replicas=self.min_replicas,
             max_replicas=self.max_replicas,
             num_slots=num_slots,
-            ongoing=self.target_ongoing_requests or num_slots,
+            ongoing=self.target_ongoing_requests,
             tokens=self.target_tokens_in_flight,
             queue_s=self.max_queue_s,
             spare_fraction=self.spare_fraction,
@@ -102,7 +102,7 @@ class AutoscaleConfig(BaseModel):
             return AutoscalingConfig(
                 min_replicas=self.min_replicas,
                 max_replicas=self.max_replicas,
-                target_ongoing_requests=limits.ongoing,
+                target_ongoing_requests=self.target_ongoing_requests or num_slots,
                 upscale_delay_s=self.upscale_delay_s,
                 downscale_delay_s=self.downscale_delay_s,
                 look_back_period_s=self.look_back_s,
@@ -122,6 +122,7 @@ class ReplicaLoad:
     waiting: int  # requests that wait for one
     tokens_in_flight: int  # still to do for both, prompts and answers
     oldest_wait_s: float  # of those that wait; 0: none does
+    num_slots: int = 0  # that it has, where a memory budget chose them; 0: as many as it was told
 
 
 def replica_load(engine: Engine) -> ReplicaLoad:
@@ -132,6 +133,7 @@ def replica_load(engine: Engine) -> ReplicaLoad:
         waiting=load.waiting,
         tokens_in_flight=load.tokens_in_flight,
         oldest_wait_s=load.oldest_wait_s,
+        num_slots=engine.num_slots,
     )
 
 
@@ -153,21 +155,25 @@ class Limits:
 
     min_replicas: int  # of all
     max_replicas: int  # of all
-    num_slots: int
-    ongoing: float
+    num_slots: int  # the most that one may have
+    ongoing: float | None  # None: as many as it has slots
     tokens: int | None
     queue_s: float | None
     spare_fraction: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class FleetLoad:
     """What is known of all replicas."""
 
     target: int  # replicas that Serve is to run now, those that start included
     up: int  # replicas that take requests
     reports: tuple[ReplicaLoad, ...]  # of those that have reported lately
     ongoing: float = 0.0  # requests as Serve counts them, those that wait at a proxy included
+
+    def slots(self, limits: Limits) -> int:
+        """Slots of the smallest replica."""
+        return min((report.num_slots for report in self.reports if report.num_slots), default=limits.num_slots)
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ class Decision:
     reason: str
 
 
-def decide(load: Load, limits: Limits) -> Decision:
+def decide(load: FleetLoad, limits: Limits) -> Decision:
     """The most that a signal asks for, or what there is where going down would not be safe."""
     wanted = _asked(load, limits, usable=1.0)
     if wanted.replicas < load.target:
@@ -190,15 +196,16 @@ def decide(load: Load, limits: Limits) -> Decision:
     return wanted
 
 
-def _asked(load: Load, limits: Limits, usable: float) -> Decision:
+def _asked(load: FleetLoad, limits: Limits, usable: float) -> Decision:
     """What the signals ask for, where a replica may be filled to `usable` of its targets."""
     ongoing = max(load.ongoing, sum(report.running + report.waiting for report in load.reports))
-    asked = [_enough(ongoing, limits.ongoing * usable, "ongoing requests")]
+    each = limits.ongoing or load.slots(limits)
+    asked = [_enough(ongoing, each * usable, "ongoing requests")]
     if limits.tokens is not None:
         tokens = sum(report.tokens_in_flight for report in load.reports)
         asked.append(_enough(tokens, limits.tokens * usable, "tokens in flight"))
     if limits.queue_s is not None:
-        asked.append(_queue(load, limits.queue_s, limits.num_slots))
+        asked.append(_queue(load, limits.queue_s, load.slots(limits)))
     return max(asked, key=lambda decision: decision.replicas)
 
 
@@ -207,7 +214,7 @@ def _enough(amount: float, each: float, what: str) -> Decision:
     return Decision(replicas, f"{amount:.4g} {what}, {each:.4g} per replica")
 
 
-def _queue(load: Load, queue_s: float, num_slots: int) -> Decision:
+def _queue(load: FleetLoad, queue_s: float, num_slots: int) -> Decision:
     """One more while a request waits too long. A slot that is free, now or soon, is another replica already."""
     longest = max((report.oldest_wait_s for report in load.reports), default=0.0)
     if longest <= queue_s:
@@ -219,14 +226,14 @@ def _queue(load: Load, queue_s: float, num_slots: int) -> Decision:
     return Decision(load.target + 1, why)
 
 
-def _fewer(load: Load, limits: Limits) -> Decision:
+def _fewer(load: FleetLoad, limits: Limits) -> Decision:
     """How far down is safe: whoever stays has spare room, and slots for all that is there."""
     unknown = load.up - len(load.reports)
     if unknown > 0:
         return Decision(load.target, f"{unknown} replicas have not reported, and may be busy")
     asked = _asked(load, limits, usable=1.0 - limits.spare_fraction)
     here = sum(report.running + report.waiting for report in load.reports)
-    slots = _enough(here, limits.num_slots, "requests need a slot")
+    slots = _enough(here, load.slots(limits), "requests need a slot")
     fewer = max(asked, slots, key=lambda decision: decision.replicas)
     if fewer.replicas < load.target:
         return fewer
@@ -247,7 +254,7 @@ class ServePolicy:
         self._limits = Limits(**limits)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        decision = decide(load_of(context), self._limits)
+        decision = decide(fleet_load_of(context), self._limits)
         if decision.replicas not in (context.policy_state.get("wanted"), context.target_num_replicas):
             logging.getLogger(_SERVE_LOGGER).info(
                 "%s: %d replicas, wanted %d: %s",
@@ -256,12 +263,12 @@ class ServePolicy:
         return decision.replicas, {"wanted": decision.replicas, "reason": decision.reason}
 
 
-def load_of(context: AutoscalingContext) -> Load:
+def fleet_load_of(context: AutoscalingContext) -> FleetLoad:
     """The latest figures of every replica, and Serve's mean of ongoing requests."""
     config: Any = context.config
     oldest = (context.current_time or 0.0) - config.look_back_period_s - config.metrics_interval_s
     reports = (_report(replica, context.raw_metrics or {}, oldest) for replica in context.running_replicas)
-    return Load(
+    return FleetLoad(
         target=context.target_num_replicas,
         up=context.current_num_replicas,
         reports=tuple(report for report in reports if report is not None),

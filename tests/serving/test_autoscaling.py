@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from serving.autoscaling import AutoscaleConfig, Limits, Load, ReplicaLoad, ServePolicy, decide, load_figures
+from serving.autoscaling import AutoscaleConfig, FleetLoad, Limits, ReplicaLoad, ServePolicy, decide, load_figures
 from serving.colocated import build
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.engine import Engine
@@ -54,7 +54,7 @@ FULL = report(7, 1, wait_s=6.0)  # the eighth slot is about to be given
     ],
 )
 def test_what_is_wanted_and_why(target, up, reports, ongoing, wanted, reason):
-    decision = decide(Load(target=target, up=up, reports=tuple(reports), ongoing=ongoing), LIMITS)
+    decision = decide(FleetLoad(target=target, up=up, reports=tuple(reports), ongoing=ongoing), LIMITS)
     assert decision.replicas == wanted
     assert reason in decision.reason
 
@@ -62,8 +62,8 @@ def test_what_is_wanted_and_why(target, up, reports, ongoing, wanted, reason):
 def test_waiting_requests_keep_the_slots_that_they_need():
     """A target above the slots: one replica would do by the count of requests, but two of them would have to wait."""
     limits = replace(LIMITS, ongoing=20)
-    assert decide(Load(target=2, up=2, reports=(report(8, 2), report())), limits).replicas == 2
-    assert decide(Load(target=1, up=1, reports=(report(8, 2),)), limits).replicas == 1
+    assert decide(FleetLoad(target=2, up=2, reports=(report(8, 2), report())), limits).replicas == 2
+    assert decide(FleetLoad(target=1, up=1, reports=(report(8, 2),)), limits).replicas == 1
 
 
 def test_going_down_never_makes_the_same_load_go_up_again():
@@ -78,9 +78,19 @@ def test_going_down_never_makes_the_same_load_go_up_again():
     assert went_down
 
 
-def at(target: int, requests: float) -> Load:
+def at(target: int, requests: float) -> FleetLoad:
     each = report(int(requests // target))
-    return Load(target=target, up=target, reports=(each,) * target, ongoing=requests)
+    return FleetLoad(target=target, up=target, reports=(each,) * target, ongoing=requests)
+
+
+def test_slots_are_those_that_replicas_have_where_a_memory_budget_chose_them():
+    limits = replace(LIMITS, num_slots=64, ongoing=None, tokens=None)
+    small = replace(report(6), num_slots=6)
+    busy = FleetLoad(target=3, up=3, reports=(small,) * 3, ongoing=18)
+    assert decide(busy, limits).replicas == 3, "18 requests in slots of 6"
+    waits = replace(report(6, 40, wait_s=6.0), num_slots=6)
+    assert decide(FleetLoad(target=1, up=1, reports=(waits,), ongoing=46), limits).replicas == 4
+    assert decide(FleetLoad(target=2, up=2, reports=(waits,) * 2, ongoing=8), replace(limits, ongoing=50)).replicas == 3
 
 
 def test_serve_s_figures_become_a_load():
@@ -90,12 +100,13 @@ def test_serve_s_figures_become_a_load():
 
     def wanted(newest: float, names: tuple[str, ...] = fields) -> tuple[int, dict]:
         old, late = SimpleNamespace(timestamp=80.0, value=8), SimpleNamespace(timestamp=newest, value=0)
-        now = SimpleNamespace(timestamp=99.0, value=1)
+        now, slots = SimpleNamespace(timestamp=99.0, value=1), SimpleNamespace(timestamp=99.0, value=8)
         context = SimpleNamespace(
             deployment_name="Replica", current_time=100.0, policy_state={}, total_num_requests=1.0,
             config=SimpleNamespace(look_back_period_s=10.0, metrics_interval_s=1.0),
             target_num_replicas=2, current_num_replicas=2, running_replicas=["a", "b"],
-            raw_metrics={name: {"a": [old, now]} | ({"b": [old, late]} if name in names else {}) for name in fields},
+            raw_metrics={name: {"a": [old, now]} | ({"b": [old, late]} if name in names else {}) for name in fields}
+            | {"num_slots": {"a": [slots], "b": [slots]}},
         )  # fmt: skip
         return policy(context)
 
@@ -142,7 +153,13 @@ def test_a_replica_reports_its_engine_and_never_raises():
         return idle, emitted, busy, await load_figures(engine)
 
     idle, emitted, busy, closed = asyncio.run(asyncio.wait_for(main(), 60))
-    assert idle == {"running": 0, "waiting": 0, "tokens_in_flight": 0, "oldest_wait_s": 0.0}
+    assert idle == {
+        "running": 0,
+        "waiting": 0,
+        "tokens_in_flight": 0,
+        "oldest_wait_s": 0.0,
+        "num_slots": 1,
+    }
     assert (busy["running"], busy["waiting"]) == (1, 2)
     assert busy["tokens_in_flight"] >= 15 + emitted
     assert busy["oldest_wait_s"] > 0
