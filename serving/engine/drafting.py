@@ -85,8 +85,8 @@ class Drafting:
     def draft(self, plan: Plan, num_draft_tokens: int, tree_nodes: int, stats: EngineStats) -> tuple[list[int], Drafts]:
         """How many drafts were asked of each decoding sequence, and the drafts to verify."""
         batch = len(plan.decoding)
-        self._catch_up([s for s in plan.decoding if s.draftable and _is_behind(s)], num_draft_tokens, stats)
-        places = [i for i, s in enumerate(plan.decoding) if s.draftable and not _is_behind(s)]
+        self._catch_up([s for s in plan.decoding if s.draftable and is_behind(s)], num_draft_tokens, stats)
+        places = [i for i, s in enumerate(plan.decoding) if s.draftable and not is_behind(s)]
         sequences = [plan.decoding[i] for i in places]
         room = [int(min(self._backend.max_len - 1 - s.cached, s.most_drafts)) for s in sequences]
         lengths = self._choose_lengths(sequences, num_draft_tokens, batch - len(places)) if places else []
@@ -181,7 +181,8 @@ class Drafting:
             s.draftable, s.pending_features = False, []
 
 
-def _is_behind(s: Sequence) -> bool:
+def is_behind(s: Sequence) -> bool:
+    """Whether a drafter has to be told of the sequence in parts."""
     return s.cached - s.observed > MOST_PAIRS
 
 

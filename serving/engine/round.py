@@ -16,7 +16,7 @@ from drafters.drafter import DraftReply, DraftRequest, SparseProbs
 from serving.engine.logprobs import TokenLogprobs
 from serving.engine.rows import Move, Rows, RowsOutput, Run, make_rows
 from serving.engine.scheduler import Plan
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import Sequence, joined
 from serving.engine.verification import Verification
 
 
@@ -131,8 +131,7 @@ def note_request(s: Sequence, count: int, columns: slice | Tensor | None) -> Dra
 
 
 def _pending(chunks: list[Tensor], columns: slice | Tensor) -> Tensor:
-    newest = chunks[-1]  # what was kept for the next drafter lies elsewhere, in bfloat16
-    features = torch.cat([chunk.to(newest.device, newest.dtype) for chunk in chunks])
+    features = joined(chunks)
     return features[:, columns if isinstance(columns, slice) else columns.to(features.device)]
 
 

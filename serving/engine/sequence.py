@@ -53,6 +53,22 @@ class Progress:
         return ["draft" if i < self.num_accepted else own for i in range(len(self.token_ids))]
 
 
+def joined(chunks: list[Tensor]) -> Tensor:
+    """Features [T, F] of chunks in their order, like the newest: what is kept for the next drafter lies elsewhere."""
+    newest = chunks[-1]
+    return torch.cat([chunk.to(newest.device, newest.dtype) for chunk in chunks])
+
+
+def without_first(chunks: list[Tensor], count: int) -> list[Tensor]:
+    """The same chunks but for their first `count` rows."""
+    left = []
+    for chunk in chunks:
+        if count < len(chunk):
+            left.append(chunk[count:])
+        count = max(0, count - len(chunk))
+    return left
+
+
 @dataclass(kw_only=True, eq=False)
 class Sequence:
     """State of a request. While it decodes, `len(tokens) == cached + 1`: the anchor has not been fed yet."""
@@ -91,8 +107,7 @@ class Sequence:
     def told(self, pairs: int) -> None:
         """The drafter was told so many more pairs."""
         self.observed, self.drafter_epoch = self.observed + pairs, self.epoch
-        behind = self.cached - self.observed
-        self.pending_features = [torch.cat(self.pending_features)[-behind:]] if behind and self.pending_features else []
+        self.pending_features = without_first(self.pending_features, pairs)
 
     @property
     def history_is_whole(self) -> bool:

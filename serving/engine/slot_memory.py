@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from serving.engine.rows import RowsBackend
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import Sequence, joined
 
 LEAST_PREFIX = 16  # tokens: what is shorter is not worth a slot that holds something else
 
@@ -106,15 +105,14 @@ class SlotMemory:
         self._remains[sequence.slot] = Remains(tokens=[])
         if prefix.cached < LEAST_PREFIX:
             return
+        if sequence.keep_history and remains.history:
+            sequence.kept_features = [joined(remains.history)[: prefix.cached].clone()]
+        if use is FeatureUse.KEPT and prefix.cached > prefix.observed:
+            sequence.pending_features = [joined(remains.pending_features)[: prefix.cached - prefix.observed].clone()]
         sequence.cached = sequence.prefix_tokens = prefix.cached
         sequence.observed = prefix.observed
         sequence.drafter_epoch = remains.drafter_epoch if prefix.observed else -1
         sequence.draftable = use is not FeatureUse.DROPPED and sequence.most_drafts > 0
-        if sequence.keep_history and remains.history:
-            sequence.kept_features = [torch.cat(remains.history)[: prefix.cached].clone()]
-        if use is FeatureUse.KEPT and prefix.cached > prefix.observed:
-            pending = torch.cat(remains.pending_features)
-            sequence.pending_features = [pending[: prefix.cached - prefix.observed].clone()]
 
     def keep(self, sequence: Sequence) -> None:
         """Remember what a sequence leaves behind in its slot."""

@@ -202,7 +202,8 @@ def test_history_lets_a_new_drafter_go_on_from_what_the_old_one_knew(elsewhere):
     assert forgotten[1] <= 8
 
 
-def test_what_a_drafter_missed_is_told_in_parts_while_others_are_drafted_for(monkeypatch):
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_what_a_drafter_missed_is_told_in_parts_while_others_are_drafted_for(monkeypatch, elsewhere):
     monkeypatch.setattr(drafting, "MOST_PAIRS", 8)
     told: list[tuple[list[int], int]] = []
 
@@ -213,7 +214,11 @@ def test_what_a_drafter_missed_is_told_in_parts_while_others_are_drafted_for(mon
 
     long_and_short = [toy_prompts(1, seed=4, low=40, high=40)[0], PROMPTS[0][:5]]
     sampling = Sampling(max_new_tokens=30)
-    engine = Engine(rows(), Spy(toy_model()), config=EngineConfig(num_draft_tokens=NUM_DRAFTS))
+    spy = Spy(toy_model())
+    engine = engine_with(Elsewhere(spy) if elsewhere else spy, reuse_prefixes=False)
+    alone = engine.generate(long_and_short[:1], sampling)
+    assert alone[0].acceptance.tau == NUM_DRAFTS + 1
+    told.clear()
     done = engine.generate(long_and_short, sampling)
     assert [c.token_ids for c in done] == [c.token_ids for c in Engine(rows()).generate(long_and_short, sampling)]
     noted = [counts for counts, drafts in told if drafts == 0]
