@@ -18,6 +18,8 @@ from cluster.command import (
     TargetOption,
     ThinkingOption,
     console,
+    fail,
+    given,
     one_line_errors,
 )
 from cluster.run_file import RunOption
@@ -61,8 +63,9 @@ def serve(
     ] = False,
     spread: Annotated[bool, typer.Option("--spread", help="disaggregated: on another node, if there is one.")] = False,
     draft_deadline_s: Annotated[
-        float, typer.Option(min=0.001, help="disaggregated: a round waits so long for its drafts.")
-    ] = 0.25,
+        float | None,
+        typer.Option(min=0.001, help="disaggregated: a round waits so long for its drafts.", show_default="0.25"),
+    ] = None,
     traffic_log: Annotated[
         str | None,
         typer.Option(help="Folder, local or s3://, for the token ids of answered requests; without: none are kept."),
@@ -82,11 +85,13 @@ def serve(
         from serving.serve_config import Disaggregation, ServeConfig
         from serving.traffic_log import TrafficLogConfig
 
+        if not disaggregated and (spread or draft_deadline_s is not None):
+            fail("--spread and --draft-deadline-s need --disaggregated; add it or leave them out", 2)
         slots = num_slots or (None if memory_gb else 8)
         scaling: dict[str, Any] = {"num_replicas": num_replicas}
         if max_replicas is not None:
             scaling = {"autoscale": {"min_replicas": num_replicas, "max_replicas": max_replicas}}
-        apart: dict[str, Any] = {"strategy": "SPREAD" if spread else "PACK", "draft_deadline_s": draft_deadline_s}
+        apart: dict[str, Any] = given(strategy="SPREAD" if spread else "PACK", draft_deadline_s=draft_deadline_s)
         traffic = TrafficLogConfig(
             uri=traffic_log, sample_rate=traffic_sample, max_bytes=traffic_max_bytes,
             max_age_s=traffic_max_age_days * _DAY_S,

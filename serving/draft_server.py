@@ -19,7 +19,6 @@ from serving.draft_wire import Frames, WireError, decode_request, encode_answer
 log = logging.getLogger(__name__)
 
 _POLL_MS = 500  # how soon a stopped server notices
-_KEPT_DRAFTERS = 2  # the one at work, and the next during a swap
 
 
 class DraftServer:
@@ -42,11 +41,14 @@ class DraftServer:
         self._thread.start()
 
     def add(self, session: str, drafter: Drafter) -> None:
-        """Answer for this drafter too. Its slots are allocated; of older ones only the latest stays."""
+        """Answer for this drafter too, whose slots are allocated, until `keep` says otherwise."""
         with self._lock:
             self._drafters[session] = drafter
-            for old in list(self._drafters)[:-_KEPT_DRAFTERS]:
-                del self._drafters[old]
+
+    def keep(self, session: str | None) -> None:
+        """Of all drafters only this one stays; None: none does."""
+        with self._lock:
+            self._drafters = {name: drafter for name, drafter in self._drafters.items() if name == session}
 
     def close(self) -> None:
         """Stop answering."""

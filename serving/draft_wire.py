@@ -55,7 +55,7 @@ def decode_request(frames: Sequence[bytes]) -> tuple[str, int, DraftRequest]:
         features_NF = _tensor(frames[2], torch.bfloat16, (len(tokens_N), -1)) if frames[2] else None
         request = DraftRequest(**values, tokens_N=tokens_N, features_NF=features_NF)
         return str(header["session"]), int(header["ticket"]), request
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise WireError(f"not a draft request: {error!r}") from error
 
 
@@ -92,7 +92,7 @@ def decode_answer(frames: Sequence[bytes]) -> RemoteAnswer:
             error=None if error is None else str(error),
             seconds=float(header["seconds"]),
         )
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise WireError(f"not an answer: {error!r}") from error
 
 
@@ -120,7 +120,7 @@ def _header(frames: Sequence[bytes], count: int) -> dict[str, Any]:
         raise WireError(f"{len(frames)} frames instead of {count}")
     try:
         header = json.loads(frames[0])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise WireError("the header is no JSON object")

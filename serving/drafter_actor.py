@@ -60,6 +60,10 @@ class DrafterActor:
             max_tree_nodes=drafter.max_tree_nodes,
         )
 
+    def keep(self, session: str | None) -> None:
+        """Let go of all drafters but this one."""
+        self._server.keep(session)
+
     def ping(self) -> int:
         """The process id: the actor is alive."""
         return os.getpid()

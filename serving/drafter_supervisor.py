@@ -33,20 +33,25 @@ _DRAFTER_BUNDLE = 1  # of the replica's placement group; the target's is 0
 
 
 class DrafterSupervisor:
-    """One replica's drafter actor. `on_drafter` gets the drafter that takes over after a replacement."""
+    """One replica's drafter actor. Loads come from the replica's threads, replacements from a thread of its own.
+
+    A swap is `load`, then either `serve` or `settle`; in between the actor is not replaced, since the engine may have
+    taken the new drafter already.
+    """
 
     def __init__(self, plan: Disaggregation, settings: DrafterSettings, host: str):
         self._plan, self._settings = plan, settings
         self.link = DraftLink(host)
         self.restarts: Counter[str] = Counter()  # replaced actors, by reason
-        self._lock = threading.Lock()  # over the actor and what it serves: loads come from another thread
+        self._lock = threading.Lock()  # over the following; nobody waits for an actor while holding it
         self._actor: Any = None
         self._peer = b""
+        self._answered: float | None = None  # when the actor last showed that it lives; None: it is starting
+        self._swapping = False
         self._address: str | None = None  # of the drafter at work
         self._drafter: RemoteDrafter | None = None
-        self._on_drafter: Callable[[RemoteDrafter], None] = lambda _: None
+        self._on_drafter: Callable[[RemoteDrafter, RemoteDrafter | None], None] = lambda _new, _old: None
         self._fetch_answers: Callable[[], None] = lambda: None
-        self._answered = 0.0  # when it last answered a ping
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -57,19 +62,41 @@ class DrafterSupervisor:
         return drafter.away if drafter is not None else None
 
     def load(self, address: str) -> RemoteDrafter:
-        """A drafter that the actor has loaded and answers for. Raises CheckpointError, TargetError or RuntimeError."""
+        """A drafter that the actor has loaded and answers for; begins a swap.
+
+        Raises CheckpointError, TargetError or RuntimeError.
+        """
         with self._lock:
+            self._swapping = True
             if self._actor is None:
                 self._start_actor()
-            return self._load(address)
+            actor, peer = self._actor, self._peer
+        return self._load(actor, peer, address)
 
     def serve(self, drafter: RemoteDrafter | None, address: str | None) -> None:
-        """This one is at work from now on, and after a replacement its address is loaded again."""
+        """This one is at work from now on, and after a replacement its address is loaded again. Ends a swap."""
         with self._lock:
             self._drafter, self._address = drafter, address
+        self.settle()
 
-    def watch(self, on_drafter: Callable[[RemoteDrafter], None], fetch_answers: Callable[[], None]) -> None:
-        """Start to watch the actor in a thread. `fetch_answers` lets the engine read what has come; it may raise."""
+    def settle(self) -> None:
+        """Ends a swap, done or not: the actor lets go of all drafters but the one at work."""
+        with self._lock:
+            self._swapping = False
+            actor, drafter = self._actor, self._drafter
+        if actor is not None:
+            actor.keep.remote(drafter.session if drafter is not None else None)
+
+    def watch(
+        self,
+        on_drafter: Callable[[RemoteDrafter, RemoteDrafter | None], None],
+        fetch_answers: Callable[[], None],
+    ) -> None:
+        """Start to watch the actor in a thread.
+
+        `on_drafter` gets a new drafter and the one that it replaces, and may raise; `fetch_answers` lets the engine
+        read what has come.
+        """
         self._on_drafter, self._fetch_answers = on_drafter, fetch_answers
         self._thread = threading.Thread(target=self._watch, name="draftloop-supervisor", daemon=True)
         self._thread.start()
@@ -79,42 +106,43 @@ class DrafterSupervisor:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(timeout=_PING_TIMEOUT_S + 5.0)
-        self._end_actor()
+        with self._lock:
+            self._end_actor()
 
     # -- the actor -----------------------------------------------------------------------------------------------------
 
     def _start_actor(self) -> None:
+        """Under the lock."""
         plan = self._plan
-        self._peer = secrets.token_bytes(8).hex().encode()
+        self._peer, self._answered = secrets.token_hex(8).encode(), None
         strategy = None
         group = ray.util.get_current_placement_group()
         if group is not None:
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=_DRAFTER_BUNDLE)
-        gpu = 1 if self._settings.device.startswith("cuda") else 0
         actor_class = ray.remote(DrafterActor).options(
             num_cpus=plan.drafter_cpus,
-            num_gpus=gpu,
+            num_gpus=1 if self._settings.device.startswith("cuda") else 0,
             resources=plan.drafter_resources,
             scheduling_strategy=strategy,
-            max_restarts=0,  # a new one gets a new key and a new session instead
+            max_restarts=0,  # a new one gets a new name on the link and a new session instead
             max_concurrency=_CALLS_AT_ONCE,
         )
         self._actor = actor_class.remote(self.link.keys, self._peer, self._settings)
-        self._answered = time.monotonic()
 
-    def _load(self, address: str) -> RemoteDrafter:
+    def _load(self, actor: Any, peer: bytes, address: str) -> RemoteDrafter:
         session = secrets.token_hex(8)
         try:
-            info: DrafterInfo = ray.get(self._actor.load.remote(session, address), timeout=self._plan.load_timeout_s)
+            info: DrafterInfo = ray.get(actor.load.remote(session, address), timeout=self._plan.load_timeout_s)
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, ValueError) else RuntimeError(first_line(error)) from error
         except GetTimeoutError:
             raise RuntimeError(f"the drafter was not loaded within {self._plan.load_timeout_s:g} s") from None
         except RayActorError as error:
             raise RuntimeError(f"the drafter's process ended while it loaded: {first_line(error)}") from error
-        return RemoteDrafter(self.link, self._peer, session, info)
+        return RemoteDrafter(self.link, peer, session, info)
 
     def _end_actor(self) -> None:
+        """Under the lock."""
         actor, self._actor = self._actor, None
         if actor is not None:
             with contextlib.suppress(RayError, ValueError):
@@ -125,21 +153,22 @@ class DrafterSupervisor:
     def _watch(self) -> None:
         pause = _WATCH_EVERY_S
         while not self._stopped.wait(pause):
-            pause = _WATCH_EVERY_S
             try:
                 reason = self._trouble()
                 if reason is not None:
                     self._replace(reason)
+                pause = _WATCH_EVERY_S
             except Exception as error:
                 log.warning("the drafter is not back yet: %s", first_line(error))
                 pause = min(2 * pause + 1.0, _LONGEST_PAUSE_S)
 
     def _trouble(self) -> str | None:
-        """Why the actor must be replaced; None if it is well or there is none."""
+        """Why the actor must be replaced; None if it is well or none is wanted."""
         with self._lock:
-            actor, drafter = self._actor, self._drafter
-        if actor is None or (drafter is not None and drafter.peer != self._peer):
-            return "dead" if drafter is not None else None
+            actor, drafter, swapping = self._actor, self._drafter, self._swapping
+            replaced = drafter is not None and drafter.peer != self._peer
+        if actor is None or (replaced and not swapping):
+            return "dead" if drafter is not None and not swapping else None
         try:
             ray.get(actor.ping.remote(), timeout=_PING_TIMEOUT_S)
             self._answered = time.monotonic()
@@ -147,13 +176,15 @@ class DrafterSupervisor:
             pass
         except RayActorError:
             return "dead"
-        silent_s, limit_s = time.monotonic() - self._answered, self._plan.hang_timeout_s
+        silent_s = 0.0 if self._answered is None else time.monotonic() - self._answered
+        limit_s = self._plan.hang_timeout_s
         if drafter is not None and (drafter.oldest_ask() or 0.0) > limit_s:
             self._fetch_answers()  # an engine without work has not looked
             silent_s = max(silent_s, drafter.oldest_ask() or 0.0)
         return "hung" if silent_s > limit_s else None
 
     def _replace(self, reason: str) -> None:
+        """End the actor, and put another one into its place. In the middle of a swap only the former: it then fails."""
         with self._lock:
             if self._drafter is not None and self._drafter.away is None:
                 self._drafter.away = reason
@@ -161,13 +192,18 @@ class DrafterSupervisor:
                 log.warning("the drafter is %s and gets replaced", reason)
                 self.restarts[reason] += 1
                 self._end_actor()
-            if self._address is None:
+            if self._address is None or self._swapping:
                 return
             self._start_actor()
-            try:
-                drafter = self._load(self._address)
-            except BaseException:
-                self._end_actor()
-                raise
-            self._drafter = drafter
-        self._on_drafter(drafter)
+            actor, peer, address, old = self._actor, self._peer, self._address, self._drafter
+        try:
+            drafter = self._load(actor, peer, address)
+            self._on_drafter(drafter, old)
+        except BaseException:
+            with self._lock:
+                if self._actor is actor and not self._swapping:
+                    self._end_actor()
+            raise
+        with self._lock:
+            if self._drafter is old:  # else a swap came first
+                self._drafter, self._answered = drafter, time.monotonic()

@@ -105,17 +105,17 @@ def load_families(labels: Labels, load: Load) -> Iterator[Metric]:
 
 
 def service_families(
-    labels: Labels, refused: Mapping[str, float], swaps: Mapping[str, float], restarts: Mapping[str, float]
+    labels: Labels,
+    refused: Mapping[str, float],
+    swaps: Mapping[str, float],
+    restarts: Mapping[str, float],
+    link_events: Mapping[str, float],
 ) -> Iterator[Metric]:
-    """Error responses by status, hot swaps by result, replaced drafter processes by reason."""
+    """Error responses by status, hot swaps by result, replaced drafter processes by reason, trouble on their link."""
     yield _divided(labels, "request_refused", "Error responses", "status", refused)
     yield _divided(labels, "drafter_swaps", "Hot swaps by result", "result", swaps)
     yield _divided(labels, "drafter_restarts", "Drafter processes that were replaced", "reason", restarts)
-
-
-def link_families(labels: Labels, events: Mapping[str, float]) -> Iterator[Metric]:
-    """What went wrong on the way to a drafter elsewhere."""
-    yield _divided(labels, "draft_link_events", "Replies that were late or dropped", "kind", events)
+    yield _divided(labels, "draft_link_events", "Drafters' replies that were late or dropped", "kind", link_events)
 
 
 def traffic_families(labels: Labels, counts: TrafficCounts) -> Iterator[Metric]:

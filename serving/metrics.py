@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from drafters.drafter import AwaitedDrafter
 from serving.engine.async_engine import QueueFullError
 from serving.engine.drafter_counts import ByVersion, Counts, fold_oldest, no_counts, observe
 from serving.engine.engine import Engine, RequestError
@@ -25,7 +24,6 @@ from serving.metric_families import (
     Labels,
     Page,
     drafter_families,
-    link_families,
     load_families,
     request_families,
     service_families,
@@ -44,7 +42,6 @@ class EngineSnapshot:
     counts: ByVersion
     drafter: str | None  # its name
     drafter_version: str | None
-    link_events: dict[str, int]  # of a drafter elsewhere
 
 
 def engine_snapshot(engine: Engine) -> EngineSnapshot:
@@ -54,7 +51,6 @@ def engine_snapshot(engine: Engine) -> EngineSnapshot:
         counts=engine.counts_by_drafter(),
         drafter=engine.drafter_name,
         drafter_version=engine.drafter_version,
-        link_events=dict(engine.drafter.events) if isinstance(engine.drafter, AwaitedDrafter) else {},
     )
 
 
@@ -115,6 +111,7 @@ class RequestMetrics:
         self.drafter_address: str | None = None  # where the drafter in service came from, if it came from somewhere
         self.traffic: Callable[[], TrafficCounts] | None = None  # asked whenever the page is shown
         self.restarts: Mapping[str, int] = {}  # of the drafter's process, where it has one, by reason
+        self.link_events: Mapping[str, int] = {}  # of the link to it, by kind
         self._requests: ByVersion = {}
         self._refused: Counter[str] = Counter()  # by status
         self._swaps: Counter[str] = Counter()  # by result
@@ -136,8 +133,9 @@ class RequestMetrics:
 
     def of_version(self, version: str | None) -> Counts:
         """The counts of requests that this drafter serves."""
-        if version not in self._requests:
-            self._requests[version] = no_counts()
+        known = self._requests.pop(version, None)
+        self._requests[version] = no_counts() if known is None else known  # the latest comes last
+        if known is None:
             fold_oldest(self._requests)
         return self._requests[version]
 
@@ -158,12 +156,11 @@ class RequestMetrics:
         labels = Labels(self._model_name, self.placement_of)
         page = Page()
         page.add(request_families(labels, ({engine.drafter_version: no_counts()} if engine else {}) | self._requests))
-        page.add(service_families(labels, self._refused, self._swaps, dict(self.restarts)))
+        page.add(service_families(labels, self._refused, self._swaps, dict(self.restarts), dict(self.link_events)))
         if self.traffic is not None:
             page.add(traffic_families(labels, self.traffic()))
         if engine is not None:
             page.add(load_families(labels, engine.load))
-            page.add(link_families(labels, engine.link_events))
             version = engine.drafter_version
             page.add(drafter_families(labels, engine.counts, version, engine.drafter, self.drafter_address))
         registry = CollectorRegistry()

@@ -102,6 +102,7 @@ class Replica:
             self._compare_prompts(config.drafter)
         if self._supervisor is not None:
             self.model.metrics.restarts = self._supervisor.restarts
+            self.model.metrics.link_events = self._supervisor.link.events
             self._supervisor.watch(self._drafter_is_back, self._fetch_answers)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -117,6 +118,8 @@ class Replica:
             )
         except Exception as error:
             self._swap_refused = " ".join(str(error).split()) or type(error).__name__
+            if self._supervisor is not None:
+                self._supervisor.settle()
             log.error("the drafter was not swapped, %s stays: %s", self._serving.drafter, self._swap_refused)
             self.model.metrics.swapped("refused")
         else:
@@ -143,12 +146,14 @@ class Replica:
         self._compare_prompts(path)
         return drafter, _version(path)
 
-    def _drafter_is_back(self, drafter: RemoteDrafter) -> None:
-        """The supervisor has replaced the drafter's actor."""
+    def _drafter_is_back(self, drafter: RemoteDrafter, old: RemoteDrafter | None) -> None:
+        """The supervisor has replaced the drafter's actor. Raises if the engine cannot use what is there now."""
+        version = _version(self._serving.drafter)  # the folder may hold another one by now
 
         def take_over(engine: Engine) -> None:
-            if engine.drafter is not None:  # else it was switched off meanwhile
-                engine.set_drafter(drafter, engine.drafter_version)
+            if engine.drafter is old:  # else it was swapped meanwhile
+                engine.set_drafter(drafter, version)
+                self._drafter_name, self._drafter_version = engine.drafter_name, version
 
         self._engine.between_rounds(take_over).result(_SWAP_DEADLINE_S)
 

@@ -81,6 +81,7 @@ class AsyncEngine:
         self._lock = threading.Lock()  # over the two below
         self._in_flight = 0
         self._refusal: str | None = None  # why nothing is taken any more
+        self._ended = False  # the thread looks at no command any more
         self._close_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="draftloop-engine", daemon=True)
         self._thread.start()
@@ -186,7 +187,7 @@ class AsyncEngine:
 
     def _submit(self, command: _Command, slots: int = 0) -> None:
         with self._lock:
-            if self._refusal is not None and (slots or not self._thread.is_alive()):
+            if self._refusal is not None and (slots or self._ended):
                 raise EngineError(self._refusal)
             if slots and self._in_flight + slots > self.max_in_flight:
                 raise QueueFullError(
@@ -271,7 +272,7 @@ class AsyncEngine:
     def _end(self, reason: str) -> None:
         """Nobody is left waiting for a thread that is gone."""
         with self._lock:
-            self._refusal = reason
+            self._refusal, self._ended = reason, True
             commands, listeners = [], list(self._listeners.values())
             with suppress(queue.Empty):
                 while True:
