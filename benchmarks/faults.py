@@ -42,14 +42,14 @@ class Outcome:
 
     name: str
     answers: list[Streamed] = field(default_factory=list)
-    changed: int = 0  # answers other than plain decoding's
+    differing: list[bool] = field(default_factory=list)  # by answer, whether it is another than plain decoding's
     back_s: float | None = None  # from the event until drafts were accepted again
 
     def row(self) -> str:
         failed = [a for a in self.answers if a.error is not None]
-        stall = max(a.longest_gap_s for a in self.answers)
+        stall = max(max(a.first_s, a.longest_gap_s) for a in self.answers)
         back = "" if self.back_s is None else f"{self.back_s:.1f}"
-        return f"| {self.name} | {len(self.answers)} | {len(failed)} | {self.changed} | {stall:.2f} | {back} |"
+        return f"| {self.name} | {len(self.answers)} | {len(failed)} | {sum(self.differing)} | {stall:.2f} | {back} |"
 
 
 class Clients:
@@ -73,7 +73,8 @@ class Clients:
                 body = self._bodies[number % len(self._bodies)]
                 (answer,), _ = asyncio.run(run_streams(self._cluster.base_url, [body], 1))
                 outcome.answers.append(answer)
-                outcome.changed += answer.error is None and answer.text != self._expected[number % len(self._bodies)]
+                expected = self._expected[number % len(self._bodies)]
+                outcome.differing.append(answer.error is None and answer.text != expected)
                 number += self._at_once
 
         with ThreadPoolExecutor(self._at_once) as pool:
@@ -94,14 +95,14 @@ def faults(cluster: ServeCluster, clients: Clients) -> list[Outcome]:
     """Every way in which a drafter is lost."""
 
     def drafting() -> float:
-        return cluster.metric("spec_decode_num_accepted_tokens_total")
+        return cluster.metric("spec_decode_num_accepted_tokens_total") or 0.0
 
     def back_after(disturb: Callable[[], None]) -> float:
-        disturb()
         begun = time.monotonic()
+        disturb()
         time.sleep(0.5)  # drafts that were under way are through
         before = drafting()
-        wait(lambda: drafting() > before and cluster.card()["away"] is None, "no drafts", 0.1)
+        wait(lambda: drafting() > before and cluster.card().get("away", "") is None, "no drafts", 0.1)
         return time.monotonic() - begun
 
     def send(*signals: signal.Signals) -> None:
@@ -112,7 +113,7 @@ def faults(cluster: ServeCluster, clients: Clients) -> list[Outcome]:
 
     def lose_node() -> None:
         cluster.cluster.remove_node(cluster.drafter_node, allow_graceful=False)
-        wait(lambda: cluster.card()["away"] is not None, "nobody noticed")
+        wait(lambda: cluster.card().get("away") is not None, "nobody noticed")
         cluster.drafter_node = cluster.add_drafter_node()
 
     return [
@@ -144,20 +145,27 @@ def swaps(cluster: ServeCluster, clients: Clients, good: list[str], work: Path) 
     ]
     found = []
     for name, drafter in cases:
-        before = cluster.card()
+        before = told_of(cluster)
 
-        def swap(drafter: str = drafter, before: dict[str, Any] = before) -> float:
-            cluster.deploy(drafter)
+        def swap(drafter: str = drafter, before: Any = before) -> float:
             begun = time.monotonic()
-            wait(lambda: cluster.card() != before, f"{drafter} was neither taken nor refused", 0.05)
+            cluster.deploy(drafter)
+            wait(lambda: told_of(cluster) not in (None, before), f"{drafter} was neither taken nor refused", 0.05)
             return time.monotonic() - begun
 
         outcome = clients.during(name, swap)
-        refused = cluster.card()["last_swap_refused"]
+        told = told_of(cluster)
+        refused = told[1] if told else None
         for folder in (truncated, foreign, work):
             refused = refused and refused.replace(str(folder), folder.name if folder != work else "...")
         found.append((outcome, f"refused: {refused}" if refused else "serves it"))
     return found
+
+
+def told_of(cluster: ServeCluster) -> tuple[Any, Any] | None:
+    """The drafter that the endpoint says it serves, and why the last swap was refused; None while it says nothing."""
+    card = cluster.card()
+    return (card["path"], card["last_swap_refused"]) if card else None
 
 
 def main() -> None:
@@ -176,7 +184,13 @@ def main() -> None:
     bodies = bodies_of(args.target, rows, args.tokens)
     with quick_to_notice_deaths(), tempfile.TemporaryDirectory() as folder:
         limits = {"draft_deadline_s": args.deadline_s, "hang_timeout_s": 5.0}
-        served = {"target": args.target, "model_name": args.target, "drafter": good[0], "num_slots": args.at_once}
+        served = {
+            "target": args.target,
+            "model_name": args.target,
+            "drafter": good[0],
+            "num_slots": args.at_once,
+            "adapt_draft_length": False,
+        }
         cluster = ServeCluster(Path(folder), served | {"max_len": 1024, "disaggregated": limits})
         try:
             cluster.deploy(good[0])
@@ -192,17 +206,21 @@ def main() -> None:
 def write_tables(args: argparse.Namespace, lost: list[Outcome], swapped: list[tuple[Outcome, str]]) -> None:
     date = datetime.date.today().isoformat()
     note = (
-        f"{args.target}, float32, target and drafter on nodes of their own, {args.at_once} streams at a time over HTTP "
-        f"without a pause, {args.tokens} new tokens at most, half of them sampled with seeds; draft deadline "
-        f"{args.deadline_s:g} s. Changed: answers that differ from the same endpoint's plain decoding."
+        f"{Path(args.target).name}, float32, target and drafter on nodes of their own, {args.at_once} streams at "
+        f"a time over HTTP without a pause, {args.tokens} new tokens at most, half of them sampled with seeds; trees of fixed "
+        f"size, draft deadline {args.deadline_s:g} s. Changed: answers that differ from the same endpoint's plain "
+        "decoding."
     )
     lines = [f"# Faults and swaps, {date}", "", note, ""]
-    lines += ["| event | requests | failed | changed | longest stall, s | drafts again after, s |"]
+    lines += ["| event | requests | failed | changed | longest wait for a token, s | drafts again after, s |"]
     lines += ["|---|---|---|---|---|---|", *(outcome.row() for outcome in lost), ""]
-    lines += ["| swap to | requests | failed | changed | longest stall, s | seconds until told | the endpoint says |"]
+    columns = (
+        "requests | failed | changed | longest wait for a token, s | `serve deploy` to told, s | the endpoint says"
+    )
+    lines += [f"| swap to | {columns} |"]
     lines += ["|---|---|---|---|---|---|---|", *(f"{outcome.row()} {said} |" for outcome, said in swapped)]
     facts = {
-        "args": vars(args) | {name: Path(getattr(args, name)).name for name in ("drafter", "other")},
+        "args": vars(args) | {name: Path(getattr(args, name)).name for name in ("target", "drafter", "other")},
         "versions": versions(),
         "rows": [outcome.row() for outcome in [*lost, *(outcome for outcome, _ in swapped)]],
     }

@@ -85,30 +85,30 @@ def start_apps(args: argparse.Namespace) -> dict[str, str]:
 
 
 def measure(args: argparse.Namespace, urls: dict[str, str]) -> dict[tuple[str, int], list[dict[str, float]]]:
-    """Figures of every run, by contender and concurrency. Ends the run if answers differ."""
+    """Figures of every run, by contender and concurrency; `changed` counts answers unlike the first contender's."""
     target = load_target(args.target)
-    rows = read_prompts(args.prompts, target, limit=args.limit).rows
+    pool = itertools.cycle(read_prompts(args.prompts, target).rows)
     name = Path(args.target).name
-    bodies = [{"model": name, "prompt": row.prompt_ids, "max_tokens": args.tokens, "temperature": 0} for row in rows]
+
+    def some(count: int) -> list[dict[str, Any]]:
+        """The next prompts: a slot that holds one of them would spare its contender the prefill."""
+        rows = itertools.islice(pool, count)
+        return [{"model": name, "prompt": row.prompt_ids, "max_tokens": args.tokens, "temperature": 0} for row in rows]
+
     found: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
-    texts: list[str] | None = None
-    for url in urls.values():  # warm up: kernels, and what the draft lengths are chosen by
-        asyncio.run(run_streams(url, bodies[:8], 4))
+    for url, concurrency in itertools.product(urls.values(), args.concurrency):
+        asyncio.run(run_streams(url, some(8), concurrency))  # kernels, and what draft lengths are chosen by
     for run, concurrency in itertools.product(range(args.runs), args.concurrency):
-        mine = bodies if concurrency > 1 else bodies[: max(1, len(bodies) // 3)]
+        bodies = some(args.limit if concurrency > 1 else max(1, args.limit // 3))
+        texts: list[str] = []
         for contender, url in urls.items():
-            answers, seconds = asyncio.run(run_streams(url, mine, concurrency))
-            wrong = [a.error for a in answers if a.error is not None]
-            if wrong:
-                raise SystemExit(f"{contender}: {wrong[0]}")
+            answers, seconds = asyncio.run(run_streams(url, bodies, concurrency))
             texts = texts or [a.text for a in answers]
-            equal = all(a == b for a, b in zip([a.text for a in answers], texts, strict=False))
-            if args.dtype == "float32" and not equal:
-                raise SystemExit(f"{contender} at {concurrency}: an answer differs from {PLAIN}'s")
-            figures = figures_of(answers, seconds)
+            figures = figures_of([a for a in answers if a.error is None], seconds)
+            figures["failed"] = sum(a.error is not None for a in answers)
+            figures["changed"] = sum(a.text != text for a, text in zip(answers, texts, strict=True))
             found[contender, concurrency].append(figures)
-            print(f"run {run + 1}, {concurrency} at once, {contender}: {figures['tokens_per_s']:.1f} tok/s", flush=True)
-        texts = None
+            print(f"run {run + 1}, {concurrency} at once, {contender}: {figures}", flush=True)
     return found
 
 
@@ -257,11 +257,16 @@ def main() -> None:
     date = datetime.date.today().isoformat()
     where = "two local nodes (STRICT_SPREAD)" if args.nodes > 1 else "one node"
     few = max(1, args.limit // 3)
+
+    def total(name: str) -> float:
+        return sum(run[name] for runs in found.values() for run in runs)
+
     note = (
-        f"{args.target}, {args.dtype}, greedy, {args.limit} prompts of {args.prompts} ({few} one at a time), "
-        f"{args.tokens} new tokens at most, {args.runs} runs in turns, streams over HTTP through Ray Serve, target and "
-        f"drafter apart on {where}, {os.cpu_count()} cores in all for targets, drafters, proxy and client. In float32 "
-        "all answers of a run were equal."
+        f"{Path(args.target).name}, {args.dtype}, greedy, {args.limit} prompts of {args.prompts} ({few} one at a "
+        f"time), {args.tokens} new tokens at most, {args.runs} runs in turns, streams over HTTP through Ray Serve, target and "
+        f"drafter apart on {where}, {os.cpu_count()} cores in all for targets, drafters, proxy and client. Every run "
+        f"has prompts of its own, the same for all. Requests that failed: {total('failed'):.0f}; answers that differ "
+        f"from {PLAIN}'s: {total('changed'):.0f}."
     )
     lines = [f"# Placements, {date}", "", note, "", *table(found), "", "## What two devices would do", ""]
     lines += [
@@ -272,7 +277,7 @@ def main() -> None:
         *predicted,
     ]
     facts = {
-        "args": vars(args) | {"drafter": Path(args.drafter).name},
+        "args": vars(args) | {"drafter": Path(args.drafter).name, "target": Path(args.target).name},
         "versions": versions(),
         "runs": {f"{name}, {concurrency}": runs for (name, concurrency), runs in found.items()},
         "engine": times,

@@ -133,10 +133,12 @@ class ServeCluster:
         said = self.get("/v1/models")
         return dict(json.loads(said)["data"][0]["metadata"]["drafter"]) if said else {}
 
-    def metric(self, name: str) -> float:
-        """The sum of the counters or gauges whose line begins so."""
-        lines = self.get("/metrics").splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+    def metric(self, name: str) -> float | None:
+        """The sum of a counter's or gauge's series; None while the page or that part of it is not to be had."""
+        page = self.get("/metrics")
+        if f"# HELP {name} " not in page:
+            return None
+        return sum(float(x.rsplit(" ", 1)[1]) for x in page.splitlines() if x.startswith((name + "{", name + " ")))
 
     def pids(self, kind: str) -> list[int]:
         """Process ids of the living actors whose class name has `kind` in it."""

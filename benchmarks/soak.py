@@ -55,6 +55,8 @@ class Soak:
         self.first_failures: list[str] = []
         plain = [body | {"num_draft_tokens": 0} for body in bodies]
         answers, _ = asyncio.run(run_streams(cluster.base_url, plain, args.at_once))
+        if wrong := [answer.error for answer in answers if answer.error is not None]:
+            raise SystemExit(f"plain decoding fails: {wrong[0]}")
         self._expected = [answer.text for answer in answers]
         self._until = 0.0
 
@@ -75,7 +77,7 @@ class Soak:
             number += self._args.at_once
             try:
                 answer = await stream(client, self._bodies[at])
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, ValueError, LookupError) as error:
                 self._fail(f"{type(error).__name__}: {error}")
                 continue
             if answer.error is not None and answer.error.startswith("503"):
@@ -86,25 +88,38 @@ class Soak:
             else:
                 self.counts["answered"] += 1
                 self.counts["tokens"] += answer.tokens
+                self.counts["rounds"] += answer.rounds
+                self.counts["accepted drafts"] += answer.accepted
                 self.counts["changed"] += answer.text != self._expected[at]
 
     async def _leaver(self, client: httpx.AsyncClient, number: int) -> None:
+        """Leaves in the middle of a stream, or before its first byte."""
         chance = random.Random(number)
         while time.monotonic() < self._until:
-            body = asking(chance.choice(self._bodies))
-            with contextlib.suppress(httpx.HTTPError):
-                async with client.stream("POST", "completions", json=body) as answer:
-                    lines = answer.aiter_lines()
+            body, patience_s = asking(chance.choice(self._bodies)), chance.choice([0.05, 0.3, 120.0])
+            try:
+                async with client.stream("POST", "completions", json=body, timeout=patience_s) as answer:
+                    lines, left = answer.aiter_lines(), True
                     for _ in range(chance.randrange(1, 40)):
-                        if await anext(lines, None) is None:
-                            break
-                self.counts["left in the middle"] += 1
+                        left = left and await anext(lines, None) is not None
+                if answer.status_code in (200, 503):
+                    self.counts["left in the middle" if left else "answered before it left"] += 1
+                else:
+                    self._fail(f"who meant to leave got {answer.status_code}")
+            except httpx.ReadTimeout:
+                self.counts["left before the first byte, or a gap"] += 1
+            except httpx.HTTPError as error:
+                self._fail(f"{type(error).__name__}: {error}")
 
     async def _refused(self, client: httpx.AsyncClient) -> None:
         chance = random.Random(0)
         while time.monotonic() < self._until:
             change, status = chance.choice(BAD)
-            answer = await client.post("completions", json=self._bodies[0] | change)
+            try:
+                answer = await client.post("completions", json=self._bodies[0] | change)
+            except httpx.HTTPError as error:
+                self._fail(f"{change}: {type(error).__name__}: {error}")
+                continue
             self.counts["refused as they should be"] += answer.status_code == status
             if answer.status_code != status:
                 self._fail(f"{change} gave {answer.status_code}")
@@ -112,10 +127,13 @@ class Soak:
 
     async def _killer(self) -> None:
         chance = random.Random(1)
-        while time.monotonic() < self._until:
-            await asyncio.sleep(chance.uniform(0.3, 1.0) * self._args.kill_every_s)
-            for pid in await asyncio.to_thread(self._cluster.pids, "DrafterActor"):
-                with contextlib.suppress(ProcessLookupError):
+        while True:
+            pause = chance.uniform(0.3, 1.0) * self._args.kill_every_s
+            if time.monotonic() + pause > self._until - 10:
+                return
+            await asyncio.sleep(pause)
+            with contextlib.suppress(Exception):  # a look-up that failed, a process that is gone: the next time then
+                for pid in await asyncio.to_thread(self._cluster.pids, "DrafterActor"):
                     os.kill(pid, signal.SIGKILL)
                     self.counts["drafters killed"] += 1
 
@@ -123,10 +141,13 @@ class Soak:
         (replica,) = await asyncio.to_thread(self._cluster.pids, "Replica")
         process, begun = psutil.Process(replica), time.monotonic()
         while time.monotonic() < self._until:
-            memory = process.memory_full_info().uss / 1e6
-            self.samples.append(
-                {"s": time.monotonic() - begun, "mb": memory, "tokens": self.counts["tokens"], "fds": process.num_fds()}
-            )
+            try:
+                memory, files = process.memory_full_info().uss / 1e6, process.num_fds()
+            except psutil.NoSuchProcess:
+                self._fail("the replica's process is gone")
+                return
+            now = time.monotonic() - begun
+            self.samples.append({"s": now, "mb": memory, "tokens": self.counts["tokens"], "fds": files})
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     def _fail(self, why: str) -> None:
@@ -152,26 +173,42 @@ def main() -> None:
     bodies = bodies_of(args.target, rows, args.tokens)
     with quick_to_notice_deaths(), tempfile.TemporaryDirectory() as folder:
         served = {"target": args.target, "model_name": args.target, "drafter": drafter, "num_slots": args.at_once}
-        cluster = ServeCluster(Path(folder), served | {"max_len": 1024, "disaggregated": {"hang_timeout_s": 5.0}})
+        cluster = ServeCluster(
+            Path(folder),
+            served | {"max_len": 1024, "adapt_draft_length": False, "disaggregated": {"hang_timeout_s": 5.0}},
+        )
         try:
             cluster.deploy(drafter)
             wait(cluster.card, "the endpoint does not answer")
             soak = Soak(args, cluster, bodies)
-            asyncio.run(soak.run())
-            wait(lambda: cluster.metric("num_requests_running") == 0, "slots are still taken")
-            left = cluster.metric("num_requests_running") + cluster.metric("num_requests_waiting")
-            restarts = cluster.card()["restarts"]
-            fallbacks = cluster.metric("spec_decode_fallbacks_total")
+            try:
+                asyncio.run(soak.run())
+            finally:
+                write(args, soak, ending_of(cluster))
         finally:
             cluster.close()
-    write(args, soak, left, restarts, fallbacks)
 
 
-def write(args: argparse.Namespace, soak: Soak, left: float, restarts: dict[str, int], fallbacks: float) -> None:
-    samples = soak.samples
+def ending_of(cluster: ServeCluster) -> dict[str, Any]:
+    """What the endpoint says a little after the last request: slots, and what became of drafters."""
+    with contextlib.suppress(TimeoutError):
+        wait(lambda: cluster.metric("num_requests_running") == 0, "slots are still taken")
+    return {
+        "running": cluster.metric("num_requests_running"),
+        "waiting": cluster.metric("num_requests_waiting"),
+        "fallbacks": cluster.metric("spec_decode_fallbacks_total"),
+        "restarts": cluster.metric("drafter_restarts_total"),
+        "late or dropped replies": cluster.metric("draft_link_events_total"),
+        "prompt tokens found in slots": cluster.metric("prefix_cache_hits_total"),
+    }
+
+
+def write(args: argparse.Namespace, soak: Soak, ending: dict[str, Any]) -> None:
+    """The tables and the plot, of a run that broke off too."""
+    samples, counts = soak.samples, soak.counts
     third = len(samples) // 3
     parts = (samples[third : 2 * third], samples[2 * third :])
-    early, late = (sum(s["mb"] for s in part) / len(part) for part in parts)
+    early, late = (sum(s["mb"] for s in part) / max(1, len(part)) for part in parts)
     figure, (memory, speed) = two_panels(3.5)
     memory.plot([s["s"] / 60 for s in samples], [s["mb"] for s in samples])
     memory.set(xlabel="minutes", ylabel="MB", title="memory of the replica's process", ylim=(0, None))
@@ -179,26 +216,34 @@ def write(args: argparse.Namespace, soak: Soak, left: float, restarts: dict[str,
     speed.plot([b["s"] / 60 for _, b in pairs], [(b["tokens"] - a["tokens"]) / (b["s"] - a["s"]) for a, b in pairs])
     speed.set(xlabel="minutes", ylabel="tokens/s of finished answers", title="half a minute's mean", ylim=(0, None))
     date = datetime.date.today().isoformat()
-    order = ("answered", "failed", "changed", "turned away (503)", "left in the middle", "refused as they should be")
+    name = Path(args.target).name
+    tau = round(counts["accepted drafts"] / counts["rounds"] + 1, 2) if counts["rounds"] else None
+    told_apart = {"tokens", "rounds", "accepted drafts", "drafters killed"}
+    order = ["answered", "failed", "changed", *sorted(counts.keys() - told_apart - {"answered", "failed", "changed"})]
     lines = [
         f"# Soak, {date}",
         "",
-        f"{args.target}, float32, {args.minutes:g} minutes, target and drafter apart, {args.at_once} slots and as many "
+        f"{name}, float32, {args.minutes:g} minutes, target and drafter apart, {args.at_once} slots and as many "
         f"readers, {args.at_once // 2} clients that leave, one that sends bad requests, {args.tokens} new tokens at "
-        f"most; the drafter's process killed {soak.counts['drafters killed']} times (replaced: {restarts}). "
-        f"{fallbacks:.0f} rounds went without drafts for it.",
+        f"most, half of the requests sampled with seeds, trees of fixed size; the drafter's process killed "
+        f"{counts['drafters killed']} times. Changed: answers that differ from the same endpoint's plain decoding.",
         "",
         "| requests | |",
         "|---|---|",
-        *(f"| {name} | {soak.counts[name]:,} |" for name in order),
-        f"| slots or queue places taken at the end | {left:.0f} |",
+        *(f"| {key} | {counts[key]:,} |" for key in order),
+        f"| tokens of answers; verify rounds; tau | {counts['tokens']:,}; {counts['rounds']:,}; {tau} |",
+        *(f"| at the end: {key} | {value} |" for key, value in ending.items()),
         f"| memory of the replica's process, means of the second and the last third | {early:.0f} MB, {late:.0f} MB |",
-        f"| open files, second third and end | {samples[third]['fds']:.0f}, {samples[-1]['fds']:.0f} |",
     ]
+    if samples:
+        files = f"{samples[third]['fds']:.0f}, {samples[-1]['fds']:.0f}"
+        lines.append(f"| open files after a third, and at the end | {files} |")
     facts = {
-        "args": vars(args) | {"drafter": Path(args.drafter).name},
+        "args": vars(args) | {"drafter": Path(args.drafter).name, "target": name},
         "versions": versions(),
-        "counts": dict(soak.counts),
+        "counts": dict(counts),
+        "ending": ending,
+        "memory_mb": [early, late],
         "samples": samples,
         "failures": soak.first_failures,
     }

@@ -114,7 +114,7 @@ def memory_needs(
     drafter = (0, 0) if drafter_path is None else _drafter(drafter_path, target_path, dtype, form, max_len)
     hidden = (len(taps) * width + 8 * width + 3 * getattr(config, "intermediate_size", 4 * width)) * size
     logits = config.vocab_size * (size + 3 * 8)  # those who sample make probabilities of them in float64
-    drafts = max(engine_config.num_draft_tokens, engine_config.tree_nodes)  # of a drafter elsewhere, or swapped in later
+    drafts = max(engine_config.num_draft_tokens, engine_config.tree_nodes)  # also of one elsewhere, or swapped in
     return MemoryNeeds(
         max_len=max_len,
         target_bytes=_target(target_path, config, dtype, form, max_len * head_dim),
