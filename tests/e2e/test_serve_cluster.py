@@ -124,10 +124,12 @@ def test_on_two_nodes_they_give_the_tokens_of_one_process(endpoint: Endpoint):
 def test_a_swap_leaves_streams_as_they_are_and_a_bad_one_is_refused(endpoint: Endpoint, tmp_path: Path):
     other = save_untrained_drafter(tmp_path / "other", endpoint.target)
     foreign = save_untrained_drafter(tmp_path / "foreign", endpoint.target, fingerprint="of another target")
+    others = [save_untrained_drafter(tmp_path / f"taps{i}", endpoint.target, taps=(0, 1)) for i in range(2)]
     for drafter, served, refused in (
         (other, "other", None),
         (foreign, "other", "another target"),
         (tmp_path / "none", "other", "no drafter at"),
+        *((each, "other", "taps layers") for each in others),  # loaded beside the one at work, then of no use
         (endpoint.first, "first", None),
     ):
         with endpoint.traffic():

@@ -28,10 +28,12 @@ ReplicaClass = Replica.__mro__[1]  # the class that Serve's ingress wraps
 DEADLINE_S = 60
 
 
-def save_untrained_drafter(folder: Path, target_dir: Path, fingerprint: str | None = None) -> Path:
-    """A drafter that drafts nonsense, for the last layer of the toy target."""
+def save_untrained_drafter(
+    folder: Path, target_dir: Path, fingerprint: str | None = None, taps: tuple[int, ...] | None = None
+) -> Path:
+    """A drafter that drafts nonsense, by the last layer of the toy target if `taps` names no others."""
     target = load_target(str(target_dir))
-    taps = (target.num_layers - 1,)
+    taps = taps or (target.num_layers - 1,)
     vocab = target.config.vocab_size
     config = MtpConfig(
         hidden_size=target.width, vocab_size=vocab, draft_vocab_size=vocab, target_layer_ids=taps,
