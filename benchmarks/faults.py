@@ -208,8 +208,8 @@ def write_tables(args: argparse.Namespace, lost: list[Outcome], swapped: list[tu
     note = (
         f"{Path(args.target).name}, float32, target and drafter on nodes of their own, {args.at_once} streams at "
         f"a time over HTTP without a pause, {args.tokens} new tokens at most, half of them sampled with seeds; trees "
-        f"of fixed size, draft deadline {args.deadline_s:g} s. Changed: answers that differ from the same endpoint's plain "
-        "decoding."
+        f"of fixed size, draft deadline {args.deadline_s:g} s. Changed: answers that differ from the same endpoint's "
+        "plain decoding."
     )
     lines = [f"# Faults and swaps, {date}", "", note, ""]
     lines += ["| event | requests | failed | changed | longest wait for a token, s | drafts again after, s |"]

@@ -132,9 +132,11 @@ def test_a_swap_leaves_streams_as_they_are_and_a_bad_one_is_refused(endpoint: En
         *((each, "other", "taps layers") for each in others),  # loaded beside the one at work, then of no use
         (endpoint.first, "first", None),
     ):
+        swaps = endpoint.metric("drafter_swaps_total") or 0
         with endpoint.traffic():
             endpoint.deploy(str(drafter))
-        wait(lambda refused=refused: (endpoint.card()["last_swap_refused"] is None) == (refused is None), str(drafter))
+        wait(lambda swaps=swaps: (endpoint.metric("drafter_swaps_total") or 0) > swaps, str(drafter))
+        assert (endpoint.card()["last_swap_refused"] is None) == (refused is None)
         assert Path(endpoint.card()["path"]).name == served
         assert (refused or "") in (endpoint.card()["last_swap_refused"] or "")
         assert endpoint.drafts()
