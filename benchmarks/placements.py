@@ -265,8 +265,8 @@ def main() -> None:
         f"{Path(args.target).name}, {args.dtype}, greedy, {args.limit} prompts of {args.prompts} ({few} one at a "
         f"time), {args.tokens} new tokens at most, {args.runs} runs in turns, streams over HTTP through Ray Serve, "
         f"target and drafter apart on {where}, {os.cpu_count()} cores in all for targets, drafters, proxy and client. "
-        f"Every run has prompts of its own, the same for all. Requests that failed: {total('failed'):.0f}; answers that differ "
-        f"from {PLAIN}'s: {total('changed'):.0f}."
+        f"Every run has prompts of its own, the same for all. Requests that failed: {total('failed'):.0f}; answers "
+        f"that differ from {PLAIN}'s: {total('changed'):.0f}."
     )
     lines = [f"# Placements, {date}", "", note, "", *table(found), "", "## What two devices would do", ""]
     lines += [
