@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from pipelines.cores import usable_cores
+
+_ANSWER_S = 2.0  # that a cluster on this machine may take to accept a connection
 
 
 def start_ray(num_cpus: int | None = None) -> None:
@@ -29,6 +34,8 @@ def start_ray(num_cpus: int | None = None) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if not os.environ.get("RAY_ADDRESS"):
         options |= {"num_cpus": num_cpus or max(4, usable_cores()), "include_dashboard": False}
+        if left_behind():
+            options["address"] = "local"
     with _silent_stderr():
         try:
             ray.init(**options)
@@ -38,6 +45,21 @@ def start_ray(num_cpus: int | None = None) -> None:
             os.environ["RAY_ADDRESS"] = "auto"  # for whoever asks whether this cluster was joined
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
     silence_ray_data()
+
+
+def left_behind() -> bool:
+    """Whether Ray has a note of a cluster on this machine that does not answer: it would wait for it for minutes."""
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    try:
+        host, _, port = (Path(folder) / "ray" / "ray_current_cluster").read_text().strip().rpartition(":")
+        number = int(port)
+    except (OSError, ValueError):
+        return False
+    try:
+        socket.create_connection((host.strip("[]"), number), timeout=_ANSWER_S).close()
+    except OSError:
+        return True
+    return False
 
 
 def lacking_resource(need: Mapping[str, float]) -> tuple[str, float] | None:

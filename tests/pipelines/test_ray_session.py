@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +60,19 @@ def test_other_errors_are_not_taken_for_that(calls, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ValueError, match="no such address"):
         ray_session.start_ray()
+
+
+@pytest.mark.parametrize("note", ["answers", "silent", "damaged", "absent"])
+def test_a_cluster_that_was_killed_is_not_waited_for(calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, note: str):
+    """Ray leaves a note of the latest cluster on the machine; `ray.init` waits for its server, minutes if it is gone."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if note == "answers":
+            server.listen()
+        if note != "absent":
+            (tmp_path / "ray").mkdir()
+            text = "127.0.0.1:" + ("x" if note == "damaged" else str(server.getsockname()[1]))
+            (tmp_path / "ray" / "ray_current_cluster").write_text(text)
+        ray_session.start_ray(num_cpus=4)
+    assert calls[0].get("address") == ("local" if note == "silent" else None)

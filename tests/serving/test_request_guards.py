@@ -131,7 +131,7 @@ def test_other_content_types(open_door, kind):
     ("method", "path", "status"),
     [
         *[("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405), ("POST", "/health", 405)],
-        *[("GET", "/", 404), ("POST", "/v1/embeddings", 404), ("GET", "/v1/models/", 404)],
+        *[("GET", "/v1", 404), ("POST", "/v1/embeddings", 404), ("GET", "/v1/models/", 404)],
         *[("POST", "/v1/chat/completions/", 404), ("GET", "/v1/models/%ff%00", 404)],
     ],
 )
