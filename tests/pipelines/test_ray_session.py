@@ -64,7 +64,7 @@ def test_other_errors_are_not_taken_for_that(calls, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("note", ["answers", "silent", "damaged", "absent"])
 def test_a_cluster_that_was_killed_is_not_waited_for(calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, note: str):
-    """Ray leaves a note of the latest cluster on the machine; `ray.init` waits for its server, minutes if it is gone."""
+    """Ray notes the latest cluster of a machine, and `ray.init` waits for its server, for minutes if it is gone."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
