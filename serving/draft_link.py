@@ -117,7 +117,6 @@ class RemoteDrafter:
         self.target_layer_ids = info.target_layer_ids
         self.max_draft_tokens, self.max_tree_nodes = info.max_draft_tokens, info.max_tree_nodes
         self.away: str | None = None
-        self.last_seconds: float | None = None  # that the drafter spent on its latest answer
         self._tickets = itertools.count(1)
         self._lock = threading.Lock()
         self._open: dict[int, tuple[list[int], float]] = {}  # by ticket: epochs, when it was asked
@@ -179,7 +178,6 @@ class RemoteDrafter:
         if asked is None:
             self._drop("duplicate_reply", f"to request {came.ticket}")
             return None
-        self.last_seconds = came.seconds
         if came.epochs != asked[0]:
             self._drop("wrong_epoch", f"{came.epochs} instead of {asked[0]}")
             return Answer(ticket=came.ticket, reply=None, error="wrong_epoch")

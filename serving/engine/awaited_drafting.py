@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +22,6 @@ from serving.engine.scheduler import Plan
 from serving.engine.sequence import Sequence
 
 log = logging.getLogger(__name__)
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +49,10 @@ class AwaitedDrafting(Drafting):
         *,
         deadline_s: float,
         overlap: OverlapChoice,
-        clock: Clock = time.monotonic,
         **options: Any,
     ):
         super().__init__(drafter, backend, **options)
-        self._deadline_s, self._overlap, self._clock = deadline_s, overlap, clock
+        self._deadline_s, self._overlap = deadline_s, overlap
         self._asked: list[_Ask] = []  # oldest first; their sequences wait for drafts
         self._owed: dict[int, _Ask] = {}  # by ticket, past their round; their sequences decode plainly
         self._missed: set[int] = set()  # of those, the tickets that a round waited for
@@ -171,9 +167,9 @@ class AwaitedDrafting(Drafting):
 
     def _wait_for(self, ask: _Ask) -> Answer | None:
         """Its answer, or None: at the deadline, and at once while others are owed."""
-        until = self._clock() + (0.0 if self._owed else self._deadline_s)
+        until = time.monotonic() + (0.0 if self._owed else self._deadline_s)
         while ask.ticket not in self._answers:
-            left = until - self._clock()
+            left = until - time.monotonic()
             self.fetch(max(0.0, left))
             if left <= 0 or self.drafter.away is not None:
                 break

@@ -352,8 +352,9 @@ class Engine:
             features = features_RF[row : row + len(kept)]
         else:
             features = features_RF[torch.tensor(kept, device=features_RF.device) + row]
-        if s.keeps_features:
-            s.kept_features.append(features.to("cpu", torch.bfloat16, copy=True))
+        if s.keeps_features:  # for a rollout on the host; for the next drafter where they are: no wait for the device
+            where = "cpu" if s.keep_features else features.device
+            s.kept_features.append(features.to(where, torch.bfloat16, copy=True))
         if feeds:
             s.pending_features.append(features.clone())
 

@@ -16,7 +16,7 @@ from drafters.drafter import DraftReply, DraftRequest, SparseProbs
 from serving.engine.logprobs import TokenLogprobs
 from serving.engine.rows import Move, Rows, RowsOutput, Run, make_rows
 from serving.engine.scheduler import Plan
-from serving.engine.sequence import Sequence, joined
+from serving.engine.sequence import Sequence, first_of, joined
 from serving.engine.verification import Verification
 
 
@@ -126,7 +126,7 @@ def draft_request(
 
 def note_request(s: Sequence, count: int, columns: slice | Tensor | None) -> DraftRequest:
     """The next `count` pairs of one sequence, to be taken note of and nothing else."""
-    features = None if columns is None else _pending(s.pending_features, columns)[:count]
+    features = None if columns is None else _pending(first_of(s.pending_features, count), columns)
     return _request([s], [count], features, 0, 0, False)
 
 

@@ -59,6 +59,17 @@ def joined(chunks: list[Tensor]) -> Tensor:
     return torch.cat([chunk.to(newest.device, newest.dtype) for chunk in chunks])
 
 
+def first_of(chunks: list[Tensor], count: int) -> list[Tensor]:
+    """The first `count` rows of chunks, as chunks."""
+    taken = []
+    for chunk in chunks:
+        if count <= 0:
+            break
+        taken.append(chunk[:count])
+        count -= len(chunk)
+    return taken
+
+
 def without_first(chunks: list[Tensor], count: int) -> list[Tensor]:
     """The same chunks but for their first `count` rows."""
     left = []

@@ -18,6 +18,7 @@ from serving.engine import drafting
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.overlap import OverlapChoice
 from serving.engine.sampling import Sampling
+from serving.engine.sequence import first_of, without_first
 from serving.engine.torch_rows import TorchRows
 from tests.toy_mtp import TAPS, toy_mtp
 from tests.toy_target import AlwaysRight, RightInATree, toy_model, toy_prompts
@@ -236,3 +237,11 @@ def test_overlap_is_kept_where_a_sequences_round_is_cheaper_that_way():
         assert choice.halves(4) is chosen
     assert not OverlapChoice("on").halves(1)
     assert not OverlapChoice("off").halves(4)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5, 7])
+def test_features_are_parted_without_a_row_lost_or_twice(count):
+    chunks = [torch.arange(2.0)[:, None], torch.arange(2.0, 5.0)[:, None], torch.arange(5.0, 7.0)[:, None]]
+    parts = first_of(chunks, count) + without_first(chunks, count)
+    assert torch.equal(torch.cat(parts)[:, 0], torch.arange(7.0))
+    assert sum(len(part) for part in first_of(chunks, count)) == count
