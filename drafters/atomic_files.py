@@ -56,12 +56,36 @@ class AtomicFolder:
 
     def write(self, name: str, data: Any) -> None:
         """Write a file (bytes or a buffer) atomically, replacing an older one."""
-        local = self.local
-        if local is None:
+        if self.local is None:
             patiently(lambda: self.fs.pipe_file(self.path(name), bytes(data)), self.patience_s)
-            return
-        final = local / name
-        temp = local / self.scratch / f"{final.name}.{uuid.uuid4().hex}.tmp"
+        else:
+            self._place(name, data, os.replace)
+
+    def create(self, name: str, data: Any) -> None:
+        """Write a file as `write` does, if there is none of this name yet: of several writers one wins.
+
+        Raises FileExistsError. After a server's lost answer a writer may meet its own file: compare what it holds.
+        """
+        if self.local is None:
+            patiently(lambda: self._put_new(name, bytes(data)), self.patience_s)
+        else:
+            self._place(name, data, os.link)
+
+    def _put_new(self, name: str, data: bytes) -> None:
+        try:
+            self.fs.pipe_file(self.path(name), data, mode="create")
+        except OSError as error:
+            told = error.__cause__ or error  # s3fs knows no error of its own for a condition that fails
+            code = getattr(told, "response", {}).get("Error", {}).get("Code", "")
+            if code in ("PreconditionFailed", "ConditionalRequestConflict"):
+                raise FileExistsError(f"{self.path(name)} is there already") from error
+            raise
+
+    def _place(self, name: str, data: Any, put: Callable[[Path, Path], object]) -> None:
+        """Write a whole local file aside, then `put` it under its name."""
+        assert self.local is not None
+        final = self.local / name
+        temp = self.local / self.scratch / f"{final.name}.{uuid.uuid4().hex}.tmp"
         for folder in (temp.parent, final.parent):
             folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -69,7 +93,7 @@ class AtomicFolder:
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(temp, final)
+            put(temp, final)
         finally:
             temp.unlink(missing_ok=True)
         _sync_folder(final.parent)
