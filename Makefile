@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # This path runs on CPUs: a CPU build of torch. The project's own range stays open, GPU users bring their own torch.
 TORCH_CPU ?= torch==2.13.0
 
-.PHONY: quickstart test test-unit test-kills check clean
+.PHONY: quickstart drill test test-unit test-kills check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Draftloop needs Python 3.11 or newer; run: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
@@ -17,6 +17,10 @@ $(VENV)/.installed: pyproject.toml
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftloop quickstart
+
+# The closed loop on a real target: traffic shifts, the drafter follows. About half an hour on two cores.
+drill: $(VENV)/.installed
+	$(BIN)/draftloop drill
 
 # A worker per core. Each worker of the Ray tests has a cluster of its own: two, since they mostly wait for processes.
 PARALLEL := -n auto --dist loadfile

@@ -1,4 +1,4 @@
-"""The command line: `draftloop generate | train | evaluate | serve`, in the order of the flow, and `quickstart`.
+"""The command line: `draftloop generate | train | evaluate | serve | redistill`, in the order of the flow, and more.
 
 Exit codes: 0 done, 1 failed (one line names the cause and the mend), 2 wrong use.
 """
@@ -27,6 +27,7 @@ from cluster.command import (
     least_most,
     one_line_errors,
 )
+from cluster.redistill_command import redistill
 from cluster.rollouts_command import rollouts
 from cluster.run_file import RunOption
 from cluster.serve_command import serve
@@ -48,8 +49,8 @@ def generate(
     prompts: Annotated[
         str,
         typer.Option(
-            help="gsm8k_train, gsm8k_test (both shipped), or .jsonl, .jsonl.gz and .parquet with messages, prompt or "
-            "turns: a path, an s3:// address, or a pattern in quotes ('prompts/*.jsonl')."
+            help="gsm8k_train, gsm8k_test, mbpp, russian (shipped), or .jsonl, .jsonl.gz and .parquet with messages, "
+            "prompt or turns: a path, an s3:// address, or a pattern in quotes ('prompts/*.jsonl')."
         ),
     ] = "gsm8k_train",
     output: Annotated[str, typer.Option(help="Folder of the rollouts, local or s3://.")] = "draftloop-out/rollouts",
@@ -156,6 +157,7 @@ def evaluate(
 
 
 app.command()(serve)
+app.command()(redistill)
 
 
 @app.command()
@@ -171,6 +173,33 @@ def quickstart(
         from cluster.quickstart import quickstart as run
 
         run(console, target, output, prompts, epochs, port)
+
+
+@app.command()
+def drill(
+    target: TargetOption = "smollm2",
+    output: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("draftloop-out/drill"),
+    drafter: Annotated[
+        Path | None, typer.Option(help="Drafter of GSM8K to begin with.", show_default="one is trained")
+    ] = None,
+    replay: Annotated[str | None, typer.Option(help="Rollouts that it was trained on.")] = None,
+    questions: Annotated[int, typer.Option(min=8, max=800, help="GSM8K questions to train the first one on.")] = 400,
+    answers: Annotated[int, typer.Option(min=20, help="To each kind of traffic before the loop runs.")] = 160,
+    answers_after: Annotated[int, typer.Option(min=1, help="And after it.")] = 60,
+    concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 4,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+) -> None:
+    """The closed loop, watched: traffic shifts, tau falls, a challenger is trained, gated, promoted and served."""
+    with one_line_errors():
+        from cluster.drill import DrillConfig
+        from cluster.drill import drill as run
+
+        config = DrillConfig(
+            target=target, output=output, drafter=drafter, replay=replay, questions=questions, answers=answers,
+            answers_after=answers_after, concurrency=concurrency, port=port,
+        )  # fmt: skip
+        run(console, config)
+        console.print(f"next: look at {output}/drill.svg", highlight=False, markup=False, soft_wrap=True)
 
 
 def main() -> None:

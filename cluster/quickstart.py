@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -29,29 +29,10 @@ ANSWER_TOKENS = 128
 
 def quickstart(console: Console, target: str, output: Path, prompts: int, epochs: float, port: int) -> None:
     """generate, train, evaluate, serve. Raises the stages' own errors."""
-    rollouts, drafter = output / "rollouts", output / "drafter"
     with show.stage(console, f"1 of 5  target {target}", quiet=False) as stage:
         found = load_target(target, on_progress=stage.say)
         stage.say(f"{found.config.model_type}, {found.num_layers} layers of width {found.width}, in {found.path}")
-
-    with show.stage(console, f"2 of 5  generate: the target answers {prompts} questions", quiet=False) as stage:
-        config = GenerateConfig(target=target, prompts="gsm8k_train", limit=prompts, output=str(rollouts), batch=16)
-        made = generate(config, stage.generate)
-    console.print(show.generate_table(made))
-
-    training = TrainConfig(
-        target=target, rollouts=(str(rollouts),), output=str(drafter), steps=StepConfig(epochs=epochs)
-    )
-    with show.stage(
-        console, "3 of 5  train: a recursive MTP drafter on the target's own answers", quiet=False
-    ) as stage:
-        if _trained_already(training):
-            stage.say(f"the drafter in {drafter} is from these rollouts and options: reused")
-        else:
-            report = train(training, stage.train)
-            console.print(show.train_table(report))
-            if report.parity_passed is False:
-                raise TrainError(f"{report.parity_verdict}; run the same command to train anew")
+    drafter = first_drafter(console, target, output, prompts, epochs, ("2 of 5", "3 of 5")).drafter
 
     with show.stage(
         console, "4 of 5  evaluate: held-out questions, with the drafter and without", quiet=False
@@ -65,7 +46,7 @@ def quickstart(console: Console, target: str, output: Path, prompts: int, epochs
     console.print(show.evaluation_table(evaluation))
 
     with show.stage(console, "5 of 5  serve: one question over HTTP", quiet=False) as stage:
-        _serve_once(console, stage, ServeConfig(target=target, drafter=str(drafter), port=_port_or_free(port)))
+        _serve_once(console, stage, ServeConfig(target=target, drafter=str(drafter), port=free_port(port)))
     console.print("\n[bold]next[/bold]")
     for command in (
         f"draftloop serve --target {target} --drafter {drafter}",
@@ -73,6 +54,38 @@ def quickstart(console: Console, target: str, output: Path, prompts: int, epochs
         f"draftloop generate --target {target} --prompts YOUR.jsonl --output my-rollouts",
     ):
         console.print(f"  {command}", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class FirstDrafter:
+    """A drafter of GSM8K, and what it was trained on."""
+
+    rollouts: Path
+    drafter: Path
+
+
+def first_drafter(
+    console: Console, target: str, output: Path, prompts: int, epochs: float, steps: tuple[str, str]
+) -> FirstDrafter:
+    """Generate and train, what is there already left as it is. `steps` number both on the terminal."""
+    rollouts, drafter = output / "rollouts", output / "drafter"
+    with show.stage(console, f"{steps[0]}  generate: the target answers {prompts} questions", quiet=False) as stage:
+        config = GenerateConfig(target=target, prompts="gsm8k_train", limit=prompts, output=str(rollouts), batch=16)
+        made = generate(config, stage.generate)
+    console.print(show.generate_table(made))
+    training = TrainConfig(
+        target=target, rollouts=(str(rollouts),), output=str(drafter), steps=StepConfig(epochs=epochs)
+    )
+    what = "train: a recursive MTP drafter on the target's own answers"
+    with show.stage(console, f"{steps[1]}  {what}", quiet=False) as stage:
+        if _trained_already(training):
+            stage.say(f"the drafter in {drafter} is from these rollouts and options: reused")
+        else:
+            report = train(training, stage.train)
+            console.print(show.train_table(report))
+            if report.parity_passed is False:
+                raise TrainError(f"{report.parity_verdict}; run the same command to train anew")
+    return FirstDrafter(rollouts, drafter)
 
 
 def _trained_already(config: TrainConfig) -> bool:
@@ -102,7 +115,7 @@ def _measured_already(config: EvaluateConfig) -> Evaluation | None:
     return known if asked == have and same_drafts and same_place else None
 
 
-def _port_or_free(port: int) -> int:
+def free_port(port: int) -> int:
     """The port, or any free one if something listens there: ten minutes of work should not end on that."""
     for candidate in (port, 0):
         with socket.socket() as probe:

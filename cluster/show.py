@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -13,9 +13,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from cluster.drill_report import Stretch
 from pipelines.curve_point import CurvePoint
 from pipelines.evaluate import EvaluateProgress, Evaluation
 from pipelines.generate import GenerateProgress, GenerateReport
+from pipelines.redistill_config import RedistillReport
 from pipelines.train import TrainReport
 
 KINDS = {"recursive": "recursive MTP", "independent": "independent MTP", "dflash": "DFlash"}
@@ -165,6 +167,51 @@ def evaluation_table(e: Evaluation) -> Table:
     if e.prompts_differ:
         table.add_row("prompts", f"{e.prompts_differ}: fewer drafts may be accepted")
     return table
+
+
+def redistill_table(report: RedistillReport) -> RenderableType:
+    """What became of the window, and the gate's lines."""
+    table = _facts(f"window {report.window}{' (done before)' if report.repeated else ''}")
+    table.add_row("verdict", f"[{'green' if report.verdict == 'promoted' else 'yellow'}]{report.verdict}[/]")
+    table.add_row("why", escape(report.why))
+    if report.version:
+        table.add_row("challenger", report.version)
+    table.add_row("champion before", escape(report.previous or "none: plain decoding"))
+    counts = report.counts
+    if counts:
+        refused = "".join(f", {count:,} {escape(reason)}" for reason, count in counts["refused"].items())
+        kept = f"{counts['training']:,} to train on, {counts['held_out']:,} held out"
+        table.add_row("requests", f"{counts['read']:,}: {kept}{refused}")
+    if report.training:
+        table.add_row("training", f"{report.training['steps']} steps in {report.training['seconds']:.0f} s")
+    if not report.gate:
+        return table
+    gate = Table(title="gate", title_justify="left", title_style="bold")
+    for name in ("demand", "champion", "challenger", "threshold", "verdict"):
+        gate.add_column(name, style="cyan" if name == "demand" else None)
+    for line in report.gate["lines"]:
+        figures = ("-" if v is None else f"{v:.2f}" for v in (line["champion"], line["challenger"], line["threshold"]))
+        gate.add_row(line["name"], *figures, "[green]passed[/]" if line["passed"] else "[red]failed[/]")
+    return Group(table, gate)
+
+
+def drill_tables(stretches: Sequence[Stretch], compared: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Live figures between shifts and swaps, and the static drafter against the loop's last one."""
+    live = Table(title="in service", title_justify="left", title_style="bold")
+    for name in ("traffic", "drafter", "answers", "failed", "tau", "tokens/s of a stream", "longest gap"):
+        live.add_column(name, justify="left" if name in ("traffic", "drafter") else "right")
+    for s in stretches:
+        tau = "-" if s.tau is None else f"{s.tau:.2f}"
+        figures = (str(s.replies), str(s.failed), tau, f"{s.tokens_per_s:.1f}", f"{s.longest_gap_s:.2f} s")
+        live.add_row(s.phase, escape(s.drafter), *figures)
+    beside = Table(title="held-out prompts, batch 1", title_justify="left", title_style="bold")
+    for name in ("prompts", "static tau", "loop tau", "static S", "loop S", "equal outputs"):
+        beside.add_column(name, justify="left" if name == "prompts" else "right")
+    for row in compared:
+        taus = ("-" if row[f"{who}_tau"] is None else f"{row[f'{who}_tau']:.2f}" for who in ("static", "loop"))
+        speeds = (f"{row[f'{who}_s']:.2f}" for who in ("static", "loop"))
+        beside.add_row(row["prompts"], *taus, *speeds, f"{row['equal']} of {row['of']}")
+    return Group(live, beside)
 
 
 def _facts(title: str) -> Table:

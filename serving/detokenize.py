@@ -11,7 +11,14 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 _UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
+_MOST_UNFINISHED_BYTES = 3  # of a character; some decoders write the sign for each of them
 _MAX_PENDING_TOKENS = 64  # tokens without one clean character boundary after which the bytes are taken for broken
+
+
+def without_unfinished(text: str) -> str:
+    """A decoded text without a last character that never became whole."""
+    signs = len(text) - len(text.rstrip(_UNFINISHED))
+    return text[: len(text) - min(signs, _MOST_UNFINISHED_BYTES)]
 
 
 class TextStream:
@@ -51,8 +58,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back, without a last character that never became whole."""
-        text = self._new_text()
-        fresh = self._take(text.removesuffix(_UNFINISHED))
+        fresh = self._take(without_unfinished(self._new_text()))
         self._context, self._pending, self._shown = [], [], 0
         return fresh
 

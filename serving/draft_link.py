@@ -43,6 +43,7 @@ class DrafterInfo:
     target_layer_ids: tuple[int, ...]
     max_draft_tokens: int
     max_tree_nodes: int
+    memory: str = ""  # what it takes where it runs, in one line
 
 
 class _OneKey:
@@ -116,6 +117,7 @@ class RemoteDrafter:
         self.name = info.name
         self.target_layer_ids = info.target_layer_ids
         self.max_draft_tokens, self.max_tree_nodes = info.max_draft_tokens, info.max_tree_nodes
+        self.memory = info.memory
         self.away: str | None = None
         self._tickets = itertools.count(1)
         self._lock = threading.Lock()

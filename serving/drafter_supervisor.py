@@ -32,6 +32,10 @@ _CALLS_AT_ONCE = 4  # a ping is answered while a drafter is loaded
 _DRAFTER_BUNDLE = 1  # of the replica's placement group; the target's is 0
 
 
+class _ActorDiedError(RuntimeError):
+    """The drafter's process is gone; another one may load it."""
+
+
 class DrafterSupervisor:
     """One replica's drafter actor. Loads come from the replica's threads, replacements from a thread of its own.
 
@@ -64,14 +68,27 @@ class DrafterSupervisor:
     def load(self, address: str) -> RemoteDrafter:
         """A drafter that the actor has loaded and answers for; begins a swap.
 
-        Raises CheckpointError, TargetError or RuntimeError.
+        Raises CheckpointError, TargetError, DrafterMemoryError or RuntimeError.
         """
+        actor, peer = self._begin_swap()
+        try:
+            return self._load(actor, peer, address)
+        except _ActorDiedError:  # perhaps before it was asked, and nobody had noticed
+            actor, peer = self._begin_swap(dead=actor)
+            return self._load(actor, peer, address)
+
+    def _begin_swap(self, dead: Any = None) -> tuple[Any, bytes]:
+        """The actor that loads, in place of one that is `dead`, and its name on the link."""
         with self._lock:
             self._swapping = True
+            if dead is not None and self._actor is dead:
+                self.restarts["dead"] += 1
+                if self._drafter is not None and self._drafter.away is None:
+                    self._drafter.away = "dead"
+                self._end_actor()
             if self._actor is None:
                 self._start_actor()
-            actor, peer = self._actor, self._peer
-        return self._load(actor, peer, address)
+            return self._actor, self._peer
 
     def serve(self, drafter: RemoteDrafter | None, address: str | None) -> None:
         """This one is at work from now on, and after a replacement its address is loaded again. Ends a swap."""
@@ -138,7 +155,7 @@ class DrafterSupervisor:
         except GetTimeoutError:
             raise RuntimeError(f"the drafter was not loaded within {self._plan.load_timeout_s:g} s") from None
         except RayActorError as error:
-            raise RuntimeError(f"the drafter's process ended while it loaded: {first_line(error)}") from error
+            raise _ActorDiedError(f"the drafter's process ended while it loaded: {first_line(error)}") from error
         return RemoteDrafter(self.link, peer, session, info)
 
     def _end_actor(self) -> None:

@@ -82,6 +82,7 @@ class Replica:
                 remote = self._supervisor.load(config.drafter)
                 engine.set_drafter(remote, _version(config.drafter))
                 self._supervisor.serve(remote, config.drafter)
+                self._memory += f"; apart from it {remote.memory}"
         self._engine = AsyncEngine(engine, max_waiting=config.max_waiting, stall_timeout_s=config.stall_timeout_s)
         self.model = ServedModel(
             self._engine,

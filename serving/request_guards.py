@@ -56,7 +56,7 @@ class KeyGuard:
         self._app, self._get_keys, self._refused = app, get_keys, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and _path_in_app(scope) not in OPEN_PATHS:
             given = [value for name, value in scope["headers"] if name == b"authorization"]
             if not self._get_keys().admit(given[0] if len(given) == 1 else b""):
                 error = ApiError(
@@ -67,6 +67,12 @@ class KeyGuard:
                 )
                 return await self._refused(error)(scope, receive, send)
         await self._app(scope, receive, send)
+
+
+def _path_in_app(scope: Scope) -> str:
+    """The path without the prefix that the app is mounted under."""
+    path, prefix = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(prefix) if path.startswith(prefix + "/") else path
 
 
 class BodyLimit:

@@ -10,6 +10,7 @@ import openai
 import torch
 
 from drafters.target import load_model, load_target
+from serving.detokenize import without_unfinished
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
@@ -58,7 +59,7 @@ class Served:
         return self.plain.generate([prompt_ids], Sampling(max_new_tokens=max_new_tokens))[0].token_ids
 
     def text(self, ids: list[int]) -> str:
-        return self.target.tokenizer.decode(ids, skip_special_tokens=True).removesuffix("\ufffd")
+        return without_unfinished(self.target.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def run(coroutine):

@@ -8,6 +8,8 @@ from pathlib import Path
 SHIPPED = {
     "gsm8k_train": "800 grade-school maths questions of GSM8K's training set",
     "gsm8k_test": "200 questions of GSM8K's test set; never train on them",
+    "mbpp": "240 programming tasks of MBPP, in English with tests in Python",
+    "russian": "190 questions and small tasks in Russian",
 }
 
 

@@ -63,6 +63,25 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrafterPlan:
+    """Bytes of a drafter that has a process of its own, for the engine's slots."""
+
+    num_slots: int
+    max_len: int
+    drafter_bytes: int  # its weights, with its own copies of those that it borrows from the target
+    state_bytes: int  # of all slots
+
+    @property
+    def total_bytes(self) -> int:
+        return self.drafter_bytes + self.state_bytes
+
+    def describe(self) -> str:
+        """One line."""
+        state = f", {self.num_slots} slots x {self.max_len} tokens: {_size(self.state_bytes)}"
+        return f"drafter {_size(self.drafter_bytes)}{state if self.state_bytes else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryNeeds:
     """What the weights take, and what every slot does."""
 
@@ -125,6 +144,14 @@ def memory_needs(
         slot_pending_bytes=max_len * len(taps) * width * (size + (2 if engine_config.keep_history else 0)),
         slot_pass_bytes=(drafts + 1) * (hidden + logits),
     )
+
+
+def plan_drafter(
+    path: Path, target_path: Path, *, dtype: torch.dtype, form: Form, num_slots: int, max_len: int
+) -> DrafterPlan:
+    """Of a drafter apart from its target. Raises CheckpointError or TargetError for files that cannot be read."""
+    weights, slot = _drafter(path, target_path, dtype, form, max_len)
+    return DrafterPlan(num_slots=num_slots, max_len=max_len, drafter_bytes=weights, state_bytes=num_slots * slot)
 
 
 def _target(path: Path, config: Any, dtype: torch.dtype, form: Form, rope: int) -> int:

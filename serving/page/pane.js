@@ -58,13 +58,18 @@ export class Pane {
 
   // -- figures --------------------------------------------------------------------------------------------------------
 
-  // Of the whole answer, its prompt included.
+  // After the first pass: the second of two answers finds the prompt in its slot and would win what the first one read.
   get seconds() {
-    return this.lastAt === null ? null : (this.lastAt - this.startedAt) / 1000;
+    return this.lastAt === null ? null : (this.lastAt - this.firstAt) / 1000;
   }
 
   get speed() {
-    return this.seconds ? this.ids.length / this.seconds : null;
+    return this.seconds ? (this.ids.length - this.firstTokens) / this.seconds : null;
+  }
+
+  get firstTokens() {
+    const [first] = this.passes;
+    return first.draft + first.bonus + first.plain;
   }
 
   // Passes with drafts. The response counts those too for which the drafter had none to offer.

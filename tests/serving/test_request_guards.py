@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 from hypothesis import given
@@ -59,6 +60,15 @@ def test_without_a_key_nothing_is_answered_but_health(served, header):
         assert response.status_code == 401
         assert response.headers["WWW-Authenticate"] == "Bearer"
         assert error_of(response)["code"] == "invalid_api_key"
+
+
+def test_under_a_route_prefix_the_same_paths_are_open(served):
+    async def main():
+        mounted = httpx.ASGITransport(app=served.app, root_path="/models/toy")
+        async with httpx.AsyncClient(transport=mounted, base_url="http://toy/models/toy") as http:
+            return [(await http.get(path)).status_code for path in ("/health", "/", "/v1/models")]
+
+    assert run(main()) == [200, 200, 401]
 
 
 @pytest.mark.parametrize("key", ["first", "schlüssel"])

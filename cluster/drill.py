@@ -1,0 +1,263 @@
+"""`draftloop drill`: the closed loop on a real target, watched. Traffic shifts, tau falls, the loop mends it.
+
+A drafter of GSM8K serves; clients ask maths, then programming tasks, then Russian. After each shift `redistill` makes a
+challenger of the logged traffic, the gate decides, and the endpoint swaps while the streams go on. At the end the static
+drafter and the loop's last one are measured side by side on held-out prompts. Everything lies in the output folder:
+drill.json, drill.svg, drill.md.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cluster import show
+from cluster.drill_report import Event, markdown, plot, stretches
+from cluster.drill_traffic import Traffic
+from cluster.quickstart import first_drafter, free_port
+from drafters.registry import Registry
+from pipelines.data import shipped
+from pipelines.evaluate import EvaluateConfig, Evaluation, evaluate, versions
+from pipelines.gate import GateConfig
+from pipelines.ray_session import start_ray
+from pipelines.redistill import redistill
+from pipelines.redistill_config import RedistillConfig, RedistillReport
+from pipelines.step_config import StepConfig
+from pipelines.traffic_window import WindowConfig
+from serving.serve_app import run_app, shutdown
+from serving.serve_config import RegistryFollowing, ServeConfig
+from serving.traffic_log import TrafficLogConfig
+
+PHASES = ("gsm8k_test", "mbpp", "russian")  # the first is what the drafter was trained for
+HELD_OUT = 20  # the last prompts of a set: no client asks them
+LOOK_EVERY_S = 0.5  # at what the endpoint serves
+FLUSH_S = 2.0  # until an answer is in the log
+
+
+class DrillError(RuntimeError):
+    """A drill that cannot go on; one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillConfig:
+    """How large the drill is."""
+
+    target: str = "smollm2"
+    output: Path = Path("draftloop-out/drill")
+    drafter: Path | None = None  # of GSM8K; None: one is trained
+    replay: str | None = None  # its rollouts; None: those that are made for it
+    questions: int = 400  # GSM8K questions that it is trained on
+    answers: int = 160  # per phase, before the loop runs
+    answers_after: int = 60  # per phase, after it
+    max_tokens: int = 96
+    concurrency: int = 4
+    epochs: float = 4.0  # of a challenger
+    deadline_s: float = 1800.0  # for anything that is waited for
+    port: int = 8000
+
+
+def drill(console: Console, config: DrillConfig) -> dict[str, Any]:
+    """All of it; returns the facts of drill.json. Raises the stages' own errors, or DrillError."""
+    config.output.mkdir(parents=True, exist_ok=True)
+    drafter, replay = config.drafter, config.replay
+    if drafter is None:
+        made = first_drafter(console, config.target, config.output, config.questions, 8.0, ("1 of 4", "2 of 4"))
+        drafter, replay = made.drafter, str(made.rollouts)
+    registry = Registry(str(config.output / "registry"))
+    if registry.champion() is None:
+        first = registry.publish(drafter, data={"drill": "GSM8K"})
+        registry.promote(first.name, by="draftloop drill", why="the first drafter", expected=None)
+    static = registry.history()[0].version
+    assert static is not None
+    start_ray()
+    with show.stage(console, "3 of 4  the loop: traffic shifts, the drafter follows", quiet=False) as stage:
+        run = _Drill(config, registry, [replay] if replay else [], stage)
+        with run.serving():
+            for phase in PHASES:
+                run.phase(phase, learns=phase != PHASES[0])
+    with show.stage(console, "4 of 4  the static drafter against the loop's", quiet=False) as stage:
+        champion = registry.champion()
+        assert champion is not None
+        compared = _compare(config, registry, static, champion.version or static, stage)
+    return _write(console, config, run, compared)
+
+
+class _Drill:
+    """The endpoint, its clients, and what happened."""
+
+    def __init__(self, config: DrillConfig, registry: Registry, replay: list[str], stage: show.Stage):
+        self._config, self._registry, self._replay, self._stage = config, registry, replay, stage
+        self._started, self.began = time.monotonic(), datetime.now(UTC)
+        self.events: list[Event] = []
+        self.reports: list[RedistillReport] = []
+        self.traffic: Traffic | None = None
+        self._serves = ""
+        self._over = threading.Event()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The endpoint and its clients, until the end."""
+        config = self._config
+        served = ServeConfig(
+            target=config.target,
+            registry=RegistryFollowing(uri=self._registry.uri, poll_s=2.0, observe_s=20.0),
+            traffic_log=TrafficLogConfig(uri=str(config.output / "traffic"), flush_interval_s=FLUSH_S),
+            num_slots=config.concurrency,
+            max_len=1024,
+            port=free_port(config.port),
+        )
+        base_url = run_app(served)
+        self.traffic = Traffic(
+            base_url, served.served_name, concurrency=config.concurrency, max_tokens=config.max_tokens,
+            started=self._started,
+        )  # fmt: skip
+        watcher = threading.Thread(target=self._watch, args=(base_url,), daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            self.traffic.close()
+            self._over.set()
+            watcher.join(timeout=10)
+            shutdown()
+
+    def phase(self, name: str, learns: bool) -> None:
+        """Traffic of one kind; if the loop learns, until the endpoint serves what the loop has decided on."""
+        assert self.traffic is not None
+        self._note("shift", name)
+        self.traffic.shift(name, _chats(name)[:-HELD_OUT])
+        self._until(lambda: self._answers(name) >= self._config.answers, f"{self._config.answers} answers to {name}")
+        if not learns:
+            return
+        time.sleep(3 * FLUSH_S)  # the log is a little behind
+        self._note("redistill", f"redistill on {name}")
+        report = redistill(self._redistill_config(), self._stage.say)
+        self.reports.append(report)
+        self._note(report.verdict, report.why)
+        if report.verdict == "promoted":
+            self._until(lambda: (report.version or "") in self._serves, f"the endpoint serves {report.version}")
+        before = self._answers(name)
+        self._until(
+            lambda: self._answers(name) - before >= self._config.answers_after,
+            f"{self._config.answers_after} answers after it",
+        )
+
+    def _redistill_config(self) -> RedistillConfig:
+        config = self._config
+        return RedistillConfig(
+            target=config.target,
+            traffic=str(config.output / "traffic"),
+            registry=self._registry.uri,
+            work=str(config.output / "redistill"),
+            since=self._phase_began(),
+            min_rows=min(60, config.answers // 2),
+            replay=tuple(self._replay),
+            regression=(PHASES[0],),
+            regression_limit=24,
+            held_out_limit=32,
+            window=WindowConfig(held_out=0.2),
+            steps=StepConfig(epochs=config.epochs, learning_rate=1e-3),
+            gate=GateConfig(max_new_tokens=config.max_tokens, regression_tolerance=0.1),
+        )
+
+    def _phase_began(self) -> datetime:
+        """When the present phase's traffic began: what came before it is what the champion has seen."""
+        shift = [event for event in self.events if event.kind == "shift"][-1]
+        return datetime.fromtimestamp(int(self.began.timestamp() + shift.at_s), UTC)
+
+    def _answers(self, phase: str) -> int:
+        assert self.traffic is not None
+        return sum(reply.phase == phase for reply in self.traffic.replies)
+
+    def _note(self, kind: str, what: str) -> None:
+        at_s = time.monotonic() - self._started
+        self.events.append(Event(at_s=at_s, kind=kind, what=what))
+        self._stage.say(f"{at_s:5.0f} s  {kind}: {what}")
+
+    def _until(self, reached: Any, what: str) -> None:
+        deadline = time.monotonic() + self._config.deadline_s
+        while not reached():
+            if time.monotonic() > deadline:
+                raise DrillError(f"{what}: not within {self._config.deadline_s:.0f} s; see Ray's serve logs")
+            time.sleep(0.1)
+
+    def _watch(self, base_url: str) -> None:
+        """Note when the endpoint serves another version."""
+        while not self._over.wait(LOOK_EVERY_S):
+            try:
+                with urllib.request.urlopen(f"{base_url}/models", timeout=10) as answer:
+                    card = json.loads(answer.read())["data"][0]["metadata"]["drafter"]
+            except (OSError, ValueError):
+                continue  # a look that failed is not the drill's end
+            version = card["version"] or "plain decoding"
+            if version != self._serves:
+                self._serves = version
+                self._note("serving", version)
+
+
+def _chats(name: str) -> list[list[dict[str, Any]]]:
+    return [json.loads(line)["messages"] for line in shipped(name).read_text("utf-8").splitlines()]
+
+
+def _compare(
+    config: DrillConfig, registry: Registry, static: str, last: str, stage: show.Stage
+) -> list[dict[str, Any]]:
+    """Both drafters on each set's held-out prompts, each against plain decoding."""
+    found = []
+    for name in PHASES:
+        prompts = config.output / f"held-out-{name}.jsonl"
+        prompts.write_text("\n".join(shipped(name).read_text("utf-8").splitlines()[-HELD_OUT:]) + "\n", "utf-8")
+        results: list[Evaluation] = []
+        for version in (static, last):
+            stage.say(f"{name}: {version}")
+            output = str(config.output / f"evaluation-{name}-{version}.json")
+            results.append(
+                evaluate(
+                    EvaluateConfig(
+                        target=config.target, drafter=registry.version(version).uri, prompts=str(prompts),
+                        limit=HELD_OUT, max_new_tokens=config.max_tokens, output=output,
+                    )
+                )
+            )  # fmt: skip
+        one, two = results
+        found.append(
+            {
+                "prompts": name, "count": one.prompts, "static": static, "loop": last,
+                "static_tau": one.tau, "static_s": one.s_measured, "loop_tau": two.tau, "loop_s": two.s_measured,
+                "equal": one.equal + two.equal, "of": one.prompts + two.prompts,
+            }
+        )  # fmt: skip
+    return found
+
+
+def _write(console: Console, config: DrillConfig, run: _Drill, compared: list[dict[str, Any]]) -> dict[str, Any]:
+    """The drill's files, and the table on the terminal."""
+    assert run.traffic is not None
+    replies = run.traffic.replies
+    rows = stretches(replies, run.events)
+    facts = {
+        "began": run.began.isoformat(timespec="seconds"),
+        "config": {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()},
+        "versions": versions(),
+        "events": [asdict(event) for event in run.events],
+        "stretches": [asdict(row) for row in rows],
+        "compared": compared,
+        "reports": [asdict(report) for report in run.reports],
+        "replies": [asdict(reply) for reply in replies],
+    }
+    (config.output / "drill.json").write_text(json.dumps(facts, indent=1) + "\n")
+    title = f"{config.target}, {config.concurrency} streams: live tau and tokens/s while traffic shifts"
+    (config.output / "drill.svg").write_text(plot(replies, run.events, title))
+    (config.output / "drill.md").write_text(markdown(rows, compared))
+    console.print(show.drill_tables(rows, compared))
+    return facts

@@ -1,0 +1,296 @@
+"""`draftloop redistill`: a window of the traffic log in; a challenger, the gate's verdict, and perhaps a champion out.
+
+    select -> rollouts with features -> train from the champion -> gate -> publish -> promote or reject -> report
+
+The window is the key: each stage leaves one whole file behind (`window_folder.py`), so that a killed run goes on where
+it stopped and a finished one is not repeated. What has been selected is kept: the log may lose its oldest files
+meanwhile. One run at a time works for a registry (`run_lease.py`).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+
+from drafters.atomic_files import AtomicFolder
+from drafters.checkpoint import read_config
+from drafters.registry import Change, ChampionChangedError, Registry, Version
+from drafters.remote_checkpoint import local_checkpoint
+from drafters.target import Target, load_target
+from pipelines.gate import GatePrompt, GateReport, regression_prompts, run_gate
+from pipelines.gate_lines import HELD_OUT
+from pipelines.redistill_config import RedistillConfig, RedistillError, RedistillReport, Verdict
+from pipelines.rollout_store import RolloutError, open_rollouts
+from pipelines.run_lease import RunLease
+from pipelines.traffic_rollouts import TrafficRolloutsConfig, write_rollouts
+from pipelines.traffic_selection import Selection, TrafficWindow, WindowError, load_selection, save_selection
+from pipelines.traffic_window import select
+from pipelines.train import train
+from pipelines.train_config import TrainConfig
+from pipelines.window_folder import START, TRAINING, WindowFolder, interrupted, used_windows
+from serving.chat_options import ChatTemplate
+from serving.traffic_schema import TrafficMetadata
+from serving.traffic_shards import first_arrival
+
+MOST_GATES = 3  # times that a challenger is held against yet another champion before the run gives up
+LEASE = "lease"
+
+OnStage = Callable[[str], None]
+
+
+def redistill(config: RedistillConfig, on_stage: OnStage | None = None) -> RedistillReport:
+    """One window, from the log to the verdict; what was done before is not done again.
+
+    Raises RedistillError, LeaseHeldError if another run is at work, or the stages' own errors: the same command goes
+    on after them.
+    """
+    say = on_stage or (lambda line: None)
+    folder = WindowFolder(config.work, next_window(config))
+    if (report := folder.report()) is not None:
+        return replace(report, repeated=True)
+    owner = f"redistill of {folder.window.id} on {socket.gethostname()}"
+    with RunLease(AtomicFolder(f"{config.registry.rstrip('/')}/{LEASE}"), owner) as lease:
+        if (report := folder.report()) is not None:  # by a run that we have waited for
+            return replace(report, repeated=True)
+        return _Run(config, folder, say, lease).go()
+
+
+def next_window(config: RedistillConfig, now: datetime | None = None) -> TrafficWindow:
+    """The window that a run with these options works on: a given one, an interrupted one, or the next.
+
+    Raises RedistillError if there is none.
+    """
+    now = now or datetime.now(UTC)
+    until = (config.until or now).astimezone(UTC).replace(microsecond=0)
+    begun = interrupted(config.work)
+    if begun is not None and config.since is None and config.until in (None, begun.window.until):
+        return begun.window
+    if until > now:
+        raise RedistillError(f"until is {until.isoformat()}, which is not over yet; give a time in the past")
+    since = config.since
+    if since is None:
+        used = used_windows(config.work)
+        since = used[-1].window.until if used else first_arrival(config.traffic)
+    if since is None:
+        raise RedistillError(f"{config.traffic} holds no request; serve with --traffic-log {config.traffic}")
+    since = since.astimezone(UTC).replace(microsecond=0)
+    if since >= until:
+        raise RedistillError(f"the window of {since.isoformat()} to {until.isoformat()} is empty; give a later until")
+    return TrafficWindow(since=since, until=until)
+
+
+class _Run:
+    """The stages of one window, in their order."""
+
+    def __init__(self, config: RedistillConfig, folder: WindowFolder, on_stage: OnStage, lease: RunLease):
+        self._config, self._folder, self._say, self._lease = config, folder, on_stage, lease
+        self._target: Target = load_target(config.target)
+        self._registry = Registry(config.registry)
+        self._by = f"redistill of {folder.window.id}"
+
+    def go(self) -> RedistillReport:
+        if (change := self._promoted_before()) is not None:
+            return self._end("promoted", change.why, change.version, change.previous)
+        try:
+            selection = self._select()
+            usable = len(selection.training)
+            if usable < self._config.min_rows:
+                why = f"{usable} usable requests for training, {self._config.min_rows} are needed"
+                return self._end("skipped", why)
+            champion = self._start()
+            self._read(selection, champion)
+        except WindowError as error:  # repeated garbage, answers of another target
+            return self._end("rejected", str(error))
+        self._train(champion)
+        return self._decide(selection)
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def _select(self) -> Selection:
+        """Which requests. Once chosen they stay, whatever becomes of the log."""
+        selection = load_selection(self._folder.folder)
+        if selection is None:
+            template = ChatTemplate(self._target, self._config.chat_options)
+            expected = TrafficMetadata.of(self._config.target, self._target, template)
+            selection = select(self._config.traffic, self._folder.window, expected, self._config.window)
+            save_selection(self._folder.folder, selection)
+        refused = ", ".join(f"{count} {reason}" for reason, count in selection.refused.items())
+        self._say(
+            f"{selection.read} requests: {len(selection.training)} to train on, {len(selection.held_out)} held out"
+            + (f", refused {refused}" if refused else "")
+        )
+        return selection
+
+    def _start(self) -> Version | None:
+        """The champion that the challenger begins as, which a run that goes on does not choose anew."""
+        facts = self._folder.read(START)
+        if facts is None:
+            champion = self._registry.champion()
+            facts = {"champion": champion.version if champion else None}
+            self._folder.write(START, facts)
+        return self._registry.version(facts["champion"]) if facts["champion"] else None
+
+    def _read(self, selection: Selection, champion: Version | None) -> None:
+        """The target reads the requests: rollouts with the features that the champion's kind needs."""
+        taps = read_config(local_checkpoint(champion.uri)).target_layer_ids if champion else None
+        config = self._config
+        self._say(f"features: {config.target} reads {len(selection.training)} answers")
+        write_rollouts(
+            selection.training,
+            self._target,
+            self._folder.rollouts,
+            TrafficRolloutsConfig(
+                target=config.target,
+                chat_options=config.chat_options,
+                target_layer_ids=taps,
+                num_taps=config.num_taps,
+                features_dtype=config.features_dtype,
+                dtype=config.dtype,
+                batch=config.batch,
+                num_actors=config.num_actors,
+                gpus_per_actor=float(config.use_gpu),
+            ),
+        )
+
+    def _train(self, champion: Version | None) -> None:
+        """The champion goes on with the window's rollouts and older ones."""
+        if self._folder.read(TRAINING) is not None:
+            return
+        config, sets = self._config, self._rollout_sets()
+        self._say(f"train: {champion.name if champion else 'a fresh drafter'} on {len(sets)} rollout sets")
+        report = train(
+            TrainConfig(
+                target=config.target,
+                rollouts=tuple(sets),
+                rollout_weights=tuple(sets.values()),
+                output=self._folder.challenger,
+                init_from=champion.uri if champion else None,
+                **({} if champion else {"kind": config.kind}),
+                steps=config.steps,
+                num_workers=config.num_workers,
+                cpus_per_worker=config.cpus_per_worker,
+                use_gpu=config.use_gpu,
+            )
+        )
+        self._folder.write(TRAINING, asdict(report))
+        tau = "-" if report.expected_tau is None else f"{report.expected_tau:.2f}"
+        self._say(f"{report.steps} steps in {report.seconds:.0f} s, expected tau {tau}")
+
+    def _rollout_sets(self) -> dict[str, float]:
+        """Address and weight of the window's own set and of those that are replayed."""
+        own = self._folder.rollouts
+        earlier = [f.rollouts for f in used_windows(self._config.work) if f.window.until <= self._folder.window.since]
+        found = [*self._config.replay, *earlier[len(earlier) - min(len(earlier), self._config.replay_windows) :]]
+        mine = open_rollouts(own)
+        sizes = {}
+        for uri in found:
+            try:
+                rollouts = open_rollouts(uri)
+            except RolloutError:
+                if uri in self._config.replay:
+                    raise
+                continue  # of a window that was rejected before it was read
+            if rollouts.metadata.target_layer_ids == mine.metadata.target_layer_ids:
+                sizes[uri] = rollouts.manifest.rows
+        return {own: 1.0} | replay_weights(mine.manifest.rows, sizes, self._config.replay_share)
+
+    def _decide(self, selection: Selection) -> RedistillReport:
+        """Gate, publish, promote or reject; once more, if the champion changed meanwhile."""
+        for _ in range(MOST_GATES):
+            champion = self._registry.champion()
+            gate = self._gate(selection, champion)
+            self._lease.check()
+            version = self._publish(champion, gate)
+            if not gate.passed:
+                self._registry.reject(version.name, by=self._by, why=gate.reason(), report=gate.as_json())
+                return self._end("rejected", gate.reason(), version.name, champion and champion.version, gate)
+            try:
+                self._registry.promote(version.name, by=self._by, why=gate.reason(), expected=champion)
+            except ChampionChangedError as error:
+                self._say(f"{error}: the challenger is held against the new one")
+                continue
+            return self._end("promoted", gate.reason(), version.name, champion and champion.version, gate)
+        raise RedistillError(f"the champion changed {MOST_GATES} times during the gate; run the same command again")
+
+    def _gate(self, selection: Selection, champion: Change | None) -> GateReport:
+        name = f"gate-{champion.number if champion else 0:08d}.json"
+        if (known := self._folder.read(name)) is not None:
+            return GateReport.from_json(known)
+        config = self._config
+        held_out = [GatePrompt([*map(int, row.prompt_ids)], "traffic") for row in selection.held_out]
+        regression = [
+            prompt
+            for spec in config.regression
+            for prompt in regression_prompts(
+                spec, self._target, per_category=config.regression_limit, options=config.chat_options
+            )
+        ]
+        against = champion.version if champion and champion.version else None
+        self._say(f"gate: against {against or 'plain decoding'} on the newest {len(held_out)} prompts")
+        gate = run_gate(
+            self._target,
+            local_checkpoint(self._registry.version(against).uri) if against else None,
+            local_checkpoint(self._folder.challenger),
+            held_out[-config.held_out_limit :],
+            regression,
+            config.gate,
+        )
+        self._folder.write(name, gate.as_json())
+        return gate
+
+    def _publish(self, champion: Change | None, gate: GateReport) -> Version:
+        """The challenger as a version that is called like its window: published twice it is the same."""
+        window = self._folder.window
+        tau = next((line.challenger for line in gate.lines if line.name == HELD_OUT), None)
+        return self._registry.publish(
+            self._folder.challenger,
+            name=window.id,
+            parent=champion.version if champion else None,
+            data={
+                "window": window.id,
+                "since": window.since.isoformat(),
+                "until": window.until.isoformat(),
+                "traffic": self._config.traffic,
+            },
+            evaluation={"tau": tau, "gate": gate.as_json()},
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _promoted_before(self) -> Change | None:
+        """The promotion by a run of this window that was killed before it could report."""
+        name = self._folder.window.id
+        return next((c for c in self._registry.history() if c.action == "promote" and c.version == name), None)
+
+    def _end(
+        self,
+        verdict: Verdict,
+        why: str,
+        version: str | None = None,
+        previous: str | None = None,
+        gate: GateReport | None = None,
+    ) -> RedistillReport:
+        selection = load_selection(self._folder.folder)
+        report = RedistillReport(
+            window=self._folder.window.id,
+            verdict=verdict,
+            why=why,
+            version=version,
+            previous=previous,
+            counts=selection.counts() if selection else {},
+            gate=gate.as_json() if gate else None,
+            training=self._folder.read(TRAINING),
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        return self._folder.finish(report)
+
+
+def replay_weights(own_rows: int, sizes: Mapping[str, int], share: float) -> dict[str, float]:
+    """How often each older set is read per epoch, so that `share` of all rows are theirs; at most once each."""
+    rows = sum(sizes.values())
+    if not rows or not share:
+        return {}
+    weight = min(1.0, share / (1 - share) * own_rows / rows)
+    return dict.fromkeys(sizes, weight)
