@@ -235,6 +235,17 @@ def model(args: argparse.Namespace) -> tuple[list[str], dict[int, dict[str, floa
         halves = tokens / (2 * max(half["verify"], half["draft"] + half["link"]))
         times = ", ".join(f"{1000 * whole[name]:.2f}" for name in ("base", "draft", "verify", "link"))
         lines.append(f"| {batch} | {times} | {whole['tau']:.2f} | {one:.0f} tok/s | {alternating:.0f} | {halves:.0f} |")
+    one, many = found[1], found[8]
+    tokens, base, draft, link = 8 * many["tau"], one["base"], one["draft"], many["link"]
+    free = (tokens / (base + draft), tokens / (base + draft + link), tokens / (2 * max(base, draft + link)))
+    lines += [
+        "",
+        "That is a device for which every row costs, as on these cores. Where rows are free (a GPU at small batches, "
+        "bound by its memory), a pass takes as long for half a batch as for the whole, and halves cannot win: with "
+        f"T_base {1000 * base:.1f} ms and T_draft {1000 * draft:.1f} ms of one sequence for 8, one device makes "
+        f"{free[0]:.0f} tok/s, two in alternation {free[1]:.0f}, by halves {free[2]:.0f}. Halves win where the verify "
+        "pass is bound by arithmetic and the draft takes a good part of a round, at most a factor of 2.",
+    ]
     return lines, found
 
 
@@ -250,8 +261,12 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=2)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--port", type=int, default=18400)
+    parser.add_argument("--model-only", action="store_true", help="print what two devices would do, and end")
     args = parser.parse_args()
     predicted, times = model(args)
+    if args.model_only:
+        print("\n".join(predicted))
+        return
     with cluster(args.nodes):
         found = measure(args, start_apps(args))
     date = datetime.date.today().isoformat()

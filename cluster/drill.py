@@ -1,9 +1,10 @@
 """`draftloop drill`: the closed loop on a real target, watched. Traffic shifts, tau falls, the loop mends it.
 
 A drafter of GSM8K serves; clients ask maths, then programming tasks, then Russian. After each shift `redistill` makes a
-challenger of the logged traffic, the gate decides, and the endpoint swaps while the streams go on. At the end the static
-drafter and the loop's last one are measured side by side on held-out prompts. Everything lies in the output folder:
-drill.json, drill.svg, drill.md.
+challenger of the logged traffic, the gate decides, and the endpoint swaps while the streams go on. Then what must not
+do harm: two poisoned windows, and a drafter that looks well in the registry and drafts badly (`drill_faults.py`). At the
+end the static drafter and the loop's last one are measured side by side on held-out prompts. Everything lies in the
+output folder: drill.json, drill.svg, drill.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster import show
+from cluster.drill_faults import POISONS, poison, publish_bad
 from cluster.drill_report import Event, markdown, plot, stretches
 from cluster.drill_traffic import Traffic
 from cluster.quickstart import first_drafter, free_port
@@ -85,6 +87,8 @@ def drill(console: Console, config: DrillConfig) -> dict[str, Any]:
         with run.serving():
             for phase in PHASES:
                 run.phase(phase, learns=phase != PHASES[0])
+            run.poisoned()
+            run.bad_live()
     with show.stage(console, "4 of 4  the static drafter against the loop's", quiet=False) as stage:
         champion = registry.champion()
         assert champion is not None
@@ -151,6 +155,41 @@ class _Drill:
             lambda: self._answers(name) - before >= self._config.answers_after,
             f"{self._config.answers_after} answers after it",
         )
+
+    def poisoned(self) -> None:
+        """Windows that nothing may be learnt from; the endpoint serves what it served."""
+        traffic, until = self._config.output / "traffic", datetime.now(UTC).replace(microsecond=0)
+        for kind in POISONS:
+            log = poison(traffic, self._config.output / f"traffic-{kind}", kind)
+            settings = replace(
+                self._redistill_config(), traffic=str(log), work=str(self._config.output / f"redistill-{kind}"),
+                until=until,
+            )  # fmt: skip
+            serves = self._serves
+            report = redistill(settings, self._stage.say)
+            self.reports.append(report)
+            self._note(report.verdict, f"poisoned window ({kind}): {report.why}")
+            if report.verdict != "rejected" or self._serves != serves:
+                raise DrillError(f"a window poisoned with {kind} was {report.verdict}, {self._serves} serves")
+
+    def bad_live(self) -> None:
+        """A version with a good evaluation and bad weights is promoted by hand; service takes it back by itself."""
+        before = self._registry.champion()
+        assert before is not None and before.version is not None
+        bad = publish_bad(self._registry, before.version, self._config.output / "bad-live")
+        self._registry.promote(bad, by="draftloop drill", why="its evaluation is good", expected=before)
+        self._note("promoted", f"{bad}, which drafts badly")
+
+        def rolled_back() -> bool:
+            change = self._registry.champion()
+            return change is not None and change.action == "rollback" and change.version == before.version
+
+        self._until(rolled_back, f"{bad} is rolled back")
+        self._note("rolled back", str(self._registry.history()[-1].why))
+        self._until(lambda: str(before.version) in self._serves, f"the endpoint serves {before.version} again")
+        answers = len(self.traffic.replies) if self.traffic else 0
+        more = self._config.answers_after // 2
+        self._until(lambda: self.traffic and len(self.traffic.replies) >= answers + more, f"{more} answers after it")
 
     def _redistill_config(self) -> RedistillConfig:
         config = self._config

@@ -11,7 +11,9 @@ from cluster.drill_traffic import Reply, acceptance_of
 
 WINDOW_S = 20.0  # over which live figures are taken
 PHASE_COLOURS = ("#e8eef7", "#f7efe0", "#eaf5ea")
-EVENT_COLOURS = {"promoted": "#1a7f37", "rejected": "#b35900", "serving": "#0b5cad", "redistill": "#777777"}
+EVENT_COLOURS = {
+    "promoted": "#1a7f37", "rejected": "#b35900", "rolled back": "#b00020", "serving": "#0b5cad", "redistill": "#777777",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,7 @@ class Event:
     """Something that happened, in seconds from the drill's beginning."""
 
     at_s: float
-    kind: str  # shift, redistill, promoted, rejected or serving
+    kind: str  # shift, or of EVENT_COLOURS
     what: str  # one line
 
 

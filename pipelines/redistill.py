@@ -95,10 +95,8 @@ class _Run:
             return self._end("promoted", change.why, change.version, change.previous)
         try:
             selection = self._select()
-            usable = len(selection.training)
-            if usable < self._config.min_rows:
-                why = f"{usable} usable requests for training, {self._config.min_rows} are needed"
-                return self._end("skipped", why)
+            if (too_few := self._too_few(selection)) is not None:
+                return self._end(*too_few)
             champion = self._start()
             self._read(selection, champion)
         except WindowError as error:  # repeated garbage, answers of another target
@@ -122,6 +120,17 @@ class _Run:
             + (f", refused {refused}" if refused else "")
         )
         return selection
+
+    def _too_few(self, selection: Selection) -> tuple[Verdict, str] | None:
+        """Little traffic waits for the next window; traffic of which little can be used would wait for ever."""
+        usable, need = len(selection.training), self._config.min_rows
+        if usable >= need:
+            return None
+        why = f"{usable} usable requests for training, {need} are needed"
+        if selection.read * (1 - self._config.window.held_out) < need:
+            return "skipped", why
+        reasons = ", ".join(f"{count} {reason}" for reason, count in selection.refused.items())
+        return "rejected", f"{why}: of {selection.read} were refused {reasons}"
 
     def _start(self) -> Version | None:
         """The champion that the challenger begins as, which a run that goes on does not choose anew."""
