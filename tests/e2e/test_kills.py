@@ -10,13 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
+from drafters.registry import Registry
 from pipelines.rollout_store import open_rollouts
+from tests.toy_mtp import save_toy_drafter
+from tests.toy_traffic import log_traffic
 
 pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.usefixtures("ray_cluster")]
 
@@ -142,3 +146,46 @@ def test_train_s_driver_and_worker_killed_at_random_steps(work: Path, undisturbe
 def train_workers() -> list[int]:
     """Processes of Ray Train's workers."""
     return [p.pid for p in psutil.process_iter(["cmdline"]) if "RayTrainWorker" in " ".join(p.info["cmdline"] or [])]
+
+
+def redistilled(folder: Path) -> dict:
+    """How the only window of a folder ended; that it and the registry agree is checked."""
+    (report_file,) = (folder / "work" / "windows").glob("*/report.json")
+    report, registry = json.loads(report_file.read_text()), Registry(str(folder / "registry"))
+    promotions = [change for change in registry.history() if change.version == report["window"]]
+    assert [version.name for version in registry.versions()].count(report["window"]) == 1
+    assert len(promotions) == (report["verdict"] == "promoted")
+    assert (registry.verdict(report["window"]) is None) == (report["verdict"] == "promoted")
+    return report
+
+
+def test_redistill_killed_in_each_of_its_stages(work: Path, toy_target_dir: Path, moments: random.Random):
+    """Selecting, reading, training, gate: killed once in each, by the file that the stage before leaves."""
+    folder, log = work / "redistill", work / "redistill.log"
+    since = datetime(2026, 11, 30, 12, tzinfo=UTC)
+    log_traffic(str(folder / "traffic"), toy_target_dir, [f"{i} plus {7 * i} is" for i in range(120)], since)
+    registry = Registry(str(folder / "registry"))
+    first = registry.publish(save_toy_drafter(folder / "first", toy_target_dir))
+    registry.promote(first.name, by="test", why="to begin with", expected=None)
+    (folder / "regression.jsonl").write_text(
+        "\n".join(json.dumps({"id": f"g{i}", "category": "toy", "prompt": f"{i} minus {i} is"}) for i in range(8))
+    )
+    arguments = (
+        "redistill", "--target", str(toy_target_dir), "--traffic", f"{folder}/traffic", "--registry",
+        f"{folder}/registry", "--work", f"{folder}/work", "--until", "2026-11-30T12:10:00+00:00", "--min-rows", "20",
+        "--held-out", "0.3", "--regression", f"{folder}/regression.jsonl", "--epochs", "20", "--max-new-tokens", "32",
+    )  # fmt: skip
+    stages = ("selection.json", "rollouts/plan.json", "rollouts/manifest.json", "training.json")
+    for reached in stages:
+        command = Command(*arguments, log=log)
+        command.until(lambda reached=reached: bool(list((folder / "work" / "windows").glob(f"*/{reached}"))))
+        time.sleep(moments.random())
+        command.kill()
+        assert not list((folder / "work" / "windows").glob("*/report.json"))
+    one = Command(*arguments, log=log)
+    one.end()
+    report = redistilled(folder)
+    assert report["counts"]["read"] == 120
+    again = Command(*arguments, log=log)
+    again.end()
+    assert redistilled(folder) == report
