@@ -6,7 +6,7 @@ Every prompt is decoded in full, and an eighth of them again with a random limit
 they join in random order between rounds while the draft length changes at random (traffic.py). float32 must equal
 transformers' float32 `generate` token for token (batches of 8, and the prompt alone where an answer differs); native
 bfloat16 its own plain decoding of one prompt at a time; torch bfloat16 may part from that at near-ties of the target
-only (near_ties.py). A finished combination is saved at once and not run again; exit status 1 if one of them failed.
+only (pipelines/near_ties.py). A finished combination is saved at once and not run again; exit status 1 if one failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pathlib import Path
 import torch
 
 # siblings: the folder of a script that is run is where Python looks first
-from near_ties import Parting, find_parting, logits_of
 from references import AnswerCache, Decode, code_digest, plain_decode, transformers_decode, write_json, write_text
 from traffic import Answer, Request, drive, plan_requests
 
@@ -37,6 +36,7 @@ from drafters.mtp import MtpConfig
 from drafters.prompt_lookup import PromptLookupDrafter
 from drafters.target import Target, load_model, load_target, target_fingerprint
 from pipelines.evaluate import versions
+from pipelines.near_ties import Parting, find_parting, logits_of
 from pipelines.prompts import PromptRow, read_prompts
 from serving.engine.build import DTYPES, TORCH_THREADS, build_engine, load_drafter_for
 from serving.engine.engine import Engine

@@ -43,16 +43,7 @@ class FeatureReader:
 
     def read(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Features [T - 1, taps * D] of each sequence of T >= 2 ids, in order; the last token is never fed."""
-        from serving.engine.sampling import Sampling
-
-        engine = self._ready()
-        once = Sampling(max_new_tokens=1)
-        requests = ((str(number), list(ids[:-1]), once) for number, ids in enumerate(sequences))
-        found = {c.request_id: c.features_TF for c in engine.run(requests, keep_features=True)}
-        for number in range(len(sequences)):
-            features_TF = found[str(number)]
-            assert features_TF is not None
-            yield features_TF
+        yield from read_features(self._ready(), sequences)
 
     def _ready(self) -> Engine:
         """Raises TargetError if this node's copy of the target is another one."""
@@ -72,3 +63,16 @@ class FeatureReader:
                 num_threads=wanted.num_threads,
             )
         return self._engine
+
+
+def read_features(engine: Engine, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """The same by an engine that is there already, with all the layers that it taps, in ascending order."""
+    from serving.engine.sampling import Sampling
+
+    once = Sampling(max_new_tokens=1)
+    requests = ((str(number), list(ids[:-1]), once) for number, ids in enumerate(sequences))
+    found = {c.request_id: c.features_TF for c in engine.run(requests, keep_features=True)}
+    for number in range(len(sequences)):
+        features_TF = found[str(number)]
+        assert features_TF is not None
+        yield features_TF

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from benchmarks.near_ties import Parting, find_parting, first_difference, logits_of, tie
 from benchmarks.traffic import drive, plan_requests
+from pipelines.near_ties import Parting, find_parting, first_difference, logits_of, tie
 from serving.engine.engine import Engine, EngineConfig
 from serving.engine.sampling import Sampling
 from serving.engine.torch_rows import TorchRows

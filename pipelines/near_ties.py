@@ -95,6 +95,7 @@ def logits_of(model: torch.nn.Module) -> Logits:
 
     @torch.inference_mode()
     def logits(ids: list[int], rows: int) -> Tensor:
-        return model(torch.tensor([ids]), use_cache=False, logits_to_keep=rows).logits[0].float()
+        ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
+        return model(ids_1T, use_cache=False, logits_to_keep=rows).logits[0].float().cpu()
 
     return logits
