@@ -29,6 +29,7 @@ from cluster.command import (
 )
 from cluster.rollouts_command import rollouts
 from cluster.run_file import RunOption
+from cluster.schedule_command import schedule
 from cluster.serve_command import serve
 from cluster.train_command import train
 
@@ -156,6 +157,7 @@ def evaluate(
 
 
 app.command()(serve)
+app.command()(schedule)
 
 
 @app.command()

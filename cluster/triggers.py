@@ -69,11 +69,15 @@ class TriggerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where figures come from. `since` is the end of the latest window; None: there was none, so all there is."""
+    """Where figures come from. `since` is the end of the latest window; None: there was none, so all there is.
+
+    They may raise OSError, ValueError or RuntimeError, which costs the one look.
+    """
 
     new_rows: Callable[[datetime | None], int]
     live_tau: Callable[[datetime | None], Mapping[str, tuple[float, int]]]  # version in service -> (tau, rounds)
     champion: Callable[[], tuple[str, float | None] | None]  # (version, tau of its evaluation if it has one)
+    done_until: Callable[[], datetime | None]  # end of the newest window that is done, whoever ran it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +110,8 @@ def decide(
     `cron_seen` is the latest decision's (at the very first, `now`), `since` the end of the latest window, `rested` the
     end of the latest run. Sources are asked only if the cron expression is not due; their errors pass through.
     """
-    until = (now - timedelta(seconds=config.settle_s)).replace(microsecond=0)
     skipped, due = _cron(config, cron_seen, now)
+    until = ((due or now) - timedelta(seconds=config.settle_s)).replace(microsecond=0)
     if since is not None and until <= since:
         if due is None:
             return Decision(cron_seen=now, skipped=skipped)
@@ -141,7 +145,7 @@ def _fallen(config: TriggerConfig, sources: Sources, since: datetime | None) -> 
     champion = sources.champion() if config.tau_drop is not None else None
     if config.tau_drop is None or champion is None or champion[1] is None:
         return None
-    version, evaluated = champion
+    version, evaluated = champion[0], champion[1]
     # in service a version's name has the checkpoint's hash behind it
     served = [found for name, found in sources.live_tau(since).items() if name.split("@")[0] == version]
     rounds = sum(rounds for _, rounds in served)

@@ -56,6 +56,10 @@ class LeaseRecord:
     def __str__(self) -> str:
         return f"{self.owner} since {_said(self.since)} (last heard of at {_said(self.at)})"
 
+    def is_long_dead(self, now: datetime) -> bool:
+        """Whether its holder has been silent for so long that nobody needs to watch it, whatever the clocks."""
+        return not self.released and (now - self.at).total_seconds() > self.ttl_s + CLOCKS_S
+
     def as_json(self) -> bytes:
         fields = asdict(self) | {"since": self.since.isoformat(), "at": self.at.isoformat()}
         return json.dumps(fields, indent=1).encode()
@@ -120,8 +124,8 @@ class RunLease:
         if time.monotonic() > self._fresh_until:
             why = f" ({self._trouble})" if self._trouble else ""
             raise LeaseLostError(
-                f"the lease in {self._folder.uri} could not be renewed for {self.ttl_s:.0f} s{why}, so that another run "
-                "may have it; this one stops, run the same command again"
+                f"the lease in {self._folder.uri} could not be renewed for {self.ttl_s:g} s{why}, so another run may "
+                "have it; this one stops, run the same command again"
             )
 
     def renew(self) -> None:
@@ -129,7 +133,7 @@ class RunLease:
         with self._lock:
             if self._lost is None and self._record is not None and not self._claim(self._next(self._record.number)):
                 self._lost = (
-                    f"the lease in {self._folder.uri} went to {lease_record(self._folder)} after {self.ttl_s:.0f} s "
+                    f"the lease in {self._folder.uri} went to {lease_record(self._folder)} after {self.ttl_s:g} s "
                     "without a sign of this run; this one stops, the other goes on"
                 )
             if self._lost is not None:
@@ -159,7 +163,7 @@ class RunLease:
     def _await_silence(self, seen: LeaseRecord) -> LeaseRecord:
         """The record after which its holder said no more, or gave the lease back. Raises LeaseHeldError."""
         began = time.monotonic()
-        if (datetime.now(UTC) - seen.at).total_seconds() > seen.ttl_s + CLOCKS_S:
+        if seen.is_long_dead(datetime.now(UTC)):
             return seen
         while time.monotonic() - began < seen.ttl_s:
             time.sleep(min(seen.ttl_s / 10, 1.0))
