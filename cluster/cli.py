@@ -31,6 +31,7 @@ from cluster.redistill_command import redistill
 from cluster.registry_command import registry
 from cluster.rollouts_command import rollouts
 from cluster.run_file import RunOption
+from cluster.schedule_command import schedule
 from cluster.serve_command import serve
 from cluster.train_command import train
 
@@ -160,6 +161,7 @@ def evaluate(
 app.add_typer(registry, name="registry")
 app.command()(serve)
 app.command()(redistill)
+app.command()(schedule)
 
 
 @app.command()

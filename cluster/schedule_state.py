@@ -1,0 +1,94 @@
+"""What a schedule knows, in one file of `<work>/schedule/`: it outlives the schedule and its cluster.
+
+`schedule` writes it, whole or not at all, before what it says is done; `schedule --status` shows it.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from drafters.atomic_files import AtomicFolder
+
+STATE, STOP = "state.json", "stop.json"
+SAID = 50  # lines that are kept
+
+
+class ScheduleStateError(RuntimeError):
+    """A state file that cannot be used; one line with cause and mend."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Run(_Record):
+    """A window's run that is going on."""
+
+    window: str
+    until: datetime
+    why: str
+    started_at: datetime
+    submission_id: str
+    failures: int = 0  # tries that have been told of
+    submit_at: datetime  # the next try, not before
+
+
+class Outcome(_Record):
+    """The run before."""
+
+    window: str
+    until: datetime
+    submission_id: str
+    result: Literal["succeeded", "given up"]
+    started_at: datetime
+    ended_at: datetime
+
+
+class Said(_Record):
+    at: datetime
+    text: str
+
+
+class ScheduleState(_Record):
+    """Times are UTC."""
+
+    cron: str  # expression and time zone that `cron_seen` belongs to
+    cron_seen: datetime  # moments up to here are dealt with
+    run: Run | None = None
+    last: Outcome | None = None
+    said: list[Said] = []
+
+    def save(self, folder: AtomicFolder) -> None:
+        folder.write(STATE, self.model_dump_json(indent=1).encode())
+
+
+def schedule_folder(work: str) -> AtomicFolder:
+    return AtomicFolder(f"{work.rstrip('/')}/schedule")
+
+
+def load_state(folder: AtomicFolder) -> ScheduleState | None:
+    """None if no schedule was ever there. Raises ScheduleStateError."""
+    try:
+        return ScheduleState.model_validate_json(folder.read(STATE))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        where, what = f"{folder.uri}/{STATE}", error.errors()[0]["msg"]
+        raise ScheduleStateError(f"{where} is no schedule's state ({what}); move it away to begin anew") from None
+
+
+def ask_to_stop(folder: AtomicFolder) -> None:
+    folder.write(STOP, f'{{"at": "{datetime.now(UTC).isoformat()}"}}'.encode())
+
+
+def asked_to_stop(folder: AtomicFolder) -> bool:
+    return folder.size(STOP) is not None
+
+
+def forget_stop(folder: AtomicFolder) -> None:
+    """What an earlier schedule was asked is no matter of the next one."""
+    if asked_to_stop(folder):
+        folder.fs.rm_file(folder.path(STOP))

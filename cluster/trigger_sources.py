@@ -1,0 +1,47 @@
+"""Where the figures of the triggers really come from: the traffic log, the registry, the windows that are done."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from cluster.job_submission import window_until
+from cluster.triggers import Sources
+from drafters.atomic_files import AtomicFolder
+
+WINDOWS, REPORT = "windows", "report.json"  # redistill's: a window with a report is done
+
+
+def sources_of(traffic: str, registry: str, work: str) -> Sources:
+    """The sources of a traffic log, a registry and a folder of windows. They read when they are asked."""
+
+    def new_rows(since: datetime | None) -> int:
+        from pipelines.traffic_window import count_rows
+
+        return int(count_rows(traffic, since=since))
+
+    def live_tau(since: datetime | None) -> dict[str, tuple[float, int]]:
+        from pipelines.traffic_window import live_tau as read
+
+        found = read(traffic, since=since)
+        return {version: (seen.tau, seen.rounds) for version, seen in found.items() if seen.tau is not None}
+
+    def champion() -> tuple[str, float | None] | None:
+        from drafters.registry import Registry
+
+        versions = Registry(registry)
+        change = versions.champion()
+        if change is None or change.version is None:
+            return None
+        return change.version, (versions.version(change.version).evaluation or {}).get("tau")
+
+    return Sources(new_rows=new_rows, live_tau=live_tau, champion=champion, done_until=lambda: done_until(work))
+
+
+def done_until(work: str) -> datetime | None:
+    """Where the newest window ends that is done; None if none is."""
+    folder = AtomicFolder(work)
+    ends = [(end, name) for name in folder.names(WINDOWS) if (end := window_until(name)) is not None]
+    for end, name in sorted(ends, reverse=True):
+        if folder.size(f"{WINDOWS}/{name}/{REPORT}") is not None:
+            return end
+    return None
