@@ -15,12 +15,12 @@ from datetime import UTC, datetime
 from typing import Any, Literal, Protocol, TypeVar
 
 from drafters.remote import first_line
+from pipelines.window_folder import BEGINNING
 
 T = TypeVar("T")
 
 ANSWER_S = 60.0  # that the job server may take for an answer
 TIME = "%Y%m%dT%H%M%SZ"
-BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)  # of the first window, which takes all traffic there is
 
 
 class JobServerError(RuntimeError):
@@ -59,7 +59,7 @@ class Attempt:
 
 def window_id(since: datetime | None, until: datetime) -> str:
     """`TrafficWindow.id` of that window."""
-    since = (since or BEGINNING).astimezone(UTC)
+    since = (since or BEGINNING).astimezone(UTC)  # the first window takes all traffic there is
     return f"{since.strftime(TIME)}-{until.astimezone(UTC).strftime(TIME)}"
 
 

@@ -30,6 +30,7 @@ from cluster.triggers import Sources, TriggerConfig, decide, next_moment, pass_o
 from drafters.atomic_files import AtomicFolder
 from drafters.remote import first_line
 from pipelines.run_lease import TTL_S, LeaseLostError, RunLease
+from pipelines.traffic_selection import TrafficWindow
 
 STOP_LOOK_S = 5.0  # between two looks for a request to stop
 
@@ -52,10 +53,12 @@ class ScheduleConfig:
     follow_s: float = 10.0  # between two looks at a run
     lease_ttl_s: float = TTL_S
 
-    def command(self, until: datetime) -> list[str]:
-        """The run of the window that ends then."""
+    def command(self, window: str) -> list[str]:
+        """The run of the window of that id."""
         options = {"target": self.target, "traffic": self.traffic, "registry": self.registry, "work": self.work}
-        options |= {"until": until.isoformat()} | ({"run": self.redistill_run} if self.redistill_run else {})
+        times = TrafficWindow.from_id(window)
+        options |= {"since": times.since.isoformat(), "until": times.until.isoformat()}
+        options |= {"run": self.redistill_run} if self.redistill_run else {}
         given = [part for name, value in options.items() for part in (f"--{name}", value)]
         return [self.python, "-m", "cluster.cli", "redistill", *given]
 
@@ -175,7 +178,7 @@ class Schedule:
             coming = next_moment(triggers, now)
             until_then = (coming - now).total_seconds() if coming else self.config.look_s
             return min(self.config.look_s, max(until_then, 0.0))
-        window = window_id(since, decision.until)
+        window = window_id(self._sources.begins(), decision.until)
         run = Run(
             window=window, until=decision.until, why=decision.why, started_at=now, submit_at=now,
             submission_id=f"redistill-{window}",
@@ -196,7 +199,7 @@ class Schedule:
         if (now - run.started_at).total_seconds() > config.max_run_s:
             return self._give_up_late(run, now)
         if attempt.state == "to be submitted" and now >= run.submit_at:
-            submit_once(self._jobs, attempt.submission_id, config.command(run.until))
+            submit_once(self._jobs, attempt.submission_id, config.command(run.window))
             self._say(f"submitted {attempt.submission_id}")
         why = f"{run.submission_id} was going on"
         decision = pass_over(config.triggers, now=now, cron_seen=self.state.cron_seen, why=why)

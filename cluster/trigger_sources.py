@@ -34,7 +34,14 @@ def sources_of(traffic: str, registry: str, work: str) -> Sources:
             return None
         return change.version, (versions.version(change.version).evaluation or {}).get("tau")
 
-    return Sources(new_rows=new_rows, live_tau=live_tau, champion=champion, done_until=lambda: done_until(work))
+    def begins() -> datetime:
+        from pipelines.window_folder import next_begin
+
+        return next_begin(work)
+
+    return Sources(
+        new_rows=new_rows, live_tau=live_tau, champion=champion, done_until=lambda: done_until(work), begins=begins
+    )
 
 
 def done_until(work: str) -> datetime | None:

@@ -78,6 +78,7 @@ class Sources:
     live_tau: Callable[[datetime | None], Mapping[str, tuple[float, int]]]  # version in service -> (tau, rounds)
     champion: Callable[[], tuple[str, float | None] | None]  # (version, tau of its evaluation if it has one)
     done_until: Callable[[], datetime | None]  # end of the newest window that is done, whoever ran it
+    begins: Callable[[], datetime | None]  # where the next window begins: one that had too little traffic is in it
 
 
 @dataclass(frozen=True, kw_only=True)

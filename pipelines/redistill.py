@@ -9,7 +9,6 @@ meanwhile. One run at a time works for a registry (`run_lease.py`).
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -29,13 +28,11 @@ from pipelines.traffic_selection import Selection, TrafficWindow, WindowError, l
 from pipelines.traffic_window import select
 from pipelines.train import train
 from pipelines.train_config import TrainConfig
-from pipelines.window_folder import START, TRAINING, WindowFolder, interrupted, used_windows
+from pipelines.window_folder import START, TRAINING, WindowFolder, interrupted, next_begin, used_windows
 from serving.chat_options import ChatTemplate
 from serving.traffic_schema import TrafficMetadata
-from serving.traffic_shards import first_arrival
 
 MOST_GATES = 3  # times that a challenger is held against yet another champion before the run gives up
-LEASE = "lease"
 
 OnStage = Callable[[str], None]
 
@@ -50,8 +47,7 @@ def redistill(config: RedistillConfig, on_stage: OnStage | None = None) -> Redis
     folder = WindowFolder(config.work, next_window(config))
     if (report := folder.report()) is not None:
         return replace(report, repeated=True)
-    owner = f"redistill of {folder.window.id} on {socket.gethostname()}"
-    with RunLease(AtomicFolder(f"{config.registry.rstrip('/')}/{LEASE}"), owner) as lease:
+    with RunLease(AtomicFolder(config.registry), f"redistill of {folder.window.id}") as lease:
         if (report := folder.report()) is not None:  # by a run that we have waited for
             return replace(report, repeated=True)
         return _Run(config, folder, say, lease).go()
@@ -69,13 +65,7 @@ def next_window(config: RedistillConfig, now: datetime | None = None) -> Traffic
         return begun.window
     if until > now:
         raise RedistillError(f"until is {until.isoformat()}, which is not over yet; give a time in the past")
-    since = config.since
-    if since is None:
-        used = used_windows(config.work)
-        since = used[-1].window.until if used else first_arrival(config.traffic)
-    if since is None:
-        raise RedistillError(f"{config.traffic} holds no request; serve with --traffic-log {config.traffic}")
-    since = since.astimezone(UTC).replace(microsecond=0)
+    since = (config.since or next_begin(config.work)).astimezone(UTC).replace(microsecond=0)
     if since >= until:
         raise RedistillError(f"the window of {since.isoformat()} to {until.isoformat()} is empty; give a later until")
     return TrafficWindow(since=since, until=until)

@@ -27,7 +27,7 @@ class RedistillConfig:
     traffic: str  # the service's traffic log: folder or s3:// address
     registry: str  # of the target's drafters
     work: str  # folder or s3:// address of the windows' rollouts, challengers and reports
-    since: datetime | None = None  # with a time zone; None: where the newest window that was used ends
+    since: datetime | None = None  # with a time zone; None: where the newest used window ends, at first 1970
     until: datetime | None = None  # requests before this; None: now, or the end of a run that was interrupted
     min_rows: int = 200  # fewer usable requests for training are no reason to train: they wait for the next window
     chat_options: ChatOptions = field(default_factory=ChatOptions)  # the service's: other traffic is refused

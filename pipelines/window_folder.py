@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from drafters.atomic_files import AtomicFolder
@@ -21,6 +22,7 @@ from pipelines.traffic_selection import TrafficWindow, WindowError
 WINDOWS, REPORT = "windows", "report.json"
 START, TRAINING = "start.json", "training.json"
 USED = ("promoted", "rejected")  # verdicts after which the next window begins behind this one
+BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)  # of the first window: all traffic there is, whatever the log has lost
 
 
 class WindowFolder:
@@ -73,6 +75,12 @@ def known_windows(work: str) -> list[WindowFolder]:
 def used_windows(work: str) -> list[WindowFolder]:
     """Those that a challenger was made of, or that were refused: the oldest first."""
     return [folder for folder in known_windows(work) if (r := folder.report()) is not None and r.verdict in USED]
+
+
+def next_begin(work: str) -> datetime:
+    """Where the next window begins: behind the newest that was used."""
+    used = used_windows(work)
+    return used[-1].window.until if used else BEGINNING
 
 
 def interrupted(work: str) -> WindowFolder | None:

@@ -30,6 +30,7 @@ class World:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.now, self.rows, self.done, self.heard = BEGIN, 0, None, list[str]()
+        self.used: datetime | None = None  # end of the newest window that was used
         self.jobs = FakeJobs()
         self.count: Callable[[], int] = lambda: self.rows
         triggers = options.pop("triggers", TriggerConfig(cron="0 * * * *", min_rows=100))
@@ -45,6 +46,7 @@ class World:
             live_tau=lambda since: {},
             champion=lambda: None,
             done_until=lambda: self.done,
+            begins=lambda: self.used,
         )
         self.schedule = Schedule(self.config, sources, self.jobs, self.heard.append, lambda: self.now)
 
@@ -76,7 +78,7 @@ def test_a_run_from_its_moment_to_its_end(world: World):
     assert world.submitted() == [ONE]
     assert world.jobs.submitted[0][1] == (
         "python -m cluster.cli redistill --target smollm2 --traffic s3://t --registry s3://r "
-        f"--work {world.config.work} --until 2026-11-30T12:55:00+00:00"
+        f"--work {world.config.work} --since 1970-01-01T00:00:00+00:00 --until 2026-11-30T12:55:00+00:00"
     ).split(" ")
     world.jobs.set(ONE, "RUNNING")
     world.rows = 1000
@@ -85,6 +87,7 @@ def test_a_run_from_its_moment_to_its_end(world: World):
     assert world.submitted() == [ONE], "never two"
     assert world.said(f"skipped 2026-11-30 14:00 UTC: {ONE} was going on") == 1
     world.jobs.set(ONE, "SUCCEEDED")
+    world.used = BEGIN.replace(minute=55)
     world.at(14, 2)
     world.at(14, 3)
     assert world.submitted() == [ONE], "rows wait until it has rested"

@@ -18,6 +18,7 @@ def sources(rows: int = 0, live: dict[str, tuple[float, int]] | None = None, cha
         live_tau=lambda since: live or {},
         champion=lambda: champion,
         done_until=lambda: None,
+        begins=lambda: None,
     )
 
 
@@ -139,7 +140,7 @@ def test_whichever_comes_first_and_the_cron_expression_asks_no_source():
         raise OSError("the log is away")
 
     config = TriggerConfig(cron="0 * * * *", min_rows=1)
-    found = Sources(new_rows=broken, live_tau=lambda s: {}, champion=lambda: None, done_until=lambda: None)
+    found = Sources(new_rows=broken, live_tau=lambda s: {}, champion=lambda: None, done_until=lambda: None, begins=lambda: None)
     assert asked(config, START + timedelta(hours=1), sources=found).trigger == "cron"
     with pytest.raises(OSError, match="the log is away"):
         asked(config, START + timedelta(minutes=30), sources=found)
