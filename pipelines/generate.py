@@ -18,18 +18,15 @@ from drafters.target import (
     TargetError,
     check_shareable,
     load_target,
-    target_fingerprint,
-    tokenizer_hash,
 )
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.prompts import PromptRow, PromptSet, RejectedRow, read_prompts
-from pipelines.rollout_schema import RolloutMetadata, schema_version_of
-from pipelines.rollout_size import SizeEstimate, check_size, estimate_size, tapped_layers
+from pipelines.rollout_plan import origin_plan, rollout_metadata, threads_plan
+from pipelines.rollout_schema import RolloutMetadata
+from pipelines.rollout_size import SizeEstimate, check_size, estimate_size
 from pipelines.rollout_store import RolloutStore, ShardRecord, shard_name
 from pipelines.shard_generator import ShardContext, shard_item
 from pipelines.shard_pool import GenerateProgress, Meter, OnProgress, make_shards
-from serving.chat_options import ChatTemplate
-from serving.engine.native_rows import NativeRows
 
 __all__ = ["GenerateConfig", "GenerateError", "GenerateProgress", "GenerateReport", "generate"]
 
@@ -68,7 +65,7 @@ def generate(config: GenerateConfig, on_progress: OnProgress | None = None) -> G
         limit=config.limit,
         options=config.chat_options,
     )
-    metadata = _metadata(config, target)
+    metadata = rollout_metadata(config, target)
     shards = _divide(prompts.rows, config.rows_per_shard)
     plan = _plan(config, target, metadata, prompts)
     store = RolloutStore(config.output)
@@ -134,19 +131,6 @@ def _max_prompt_tokens(config: GenerateConfig, target: Target) -> int:
     return min(room, config.max_prompt_tokens or room)
 
 
-def _metadata(config: GenerateConfig, target: Target) -> RolloutMetadata:
-    layers = tapped_layers(config, target)
-    return RolloutMetadata(
-        target=config.target,
-        target_fingerprint=target_fingerprint(target.path, layers),
-        tokenizer_hash=tokenizer_hash(target.path),
-        chat_template_hash=ChatTemplate(target, config.chat_options).hash,
-        target_layer_ids=layers,
-        schema_version=schema_version_of(config.features_dtype),
-        chat_options=config.chat_options,
-    )
-
-
 def _divide(rows: list[PromptRow], rows_per_shard: int) -> dict[str, list[PromptRow]]:
     count = math.ceil(len(rows) / rows_per_shard)
     return {shard_name(i, count): rows[i * rows_per_shard : (i + 1) * rows_per_shard] for i in range(count)}
@@ -175,30 +159,12 @@ def _plan(config: GenerateConfig, target: Target, metadata: RolloutMetadata, pro
     """
     own = ("prompts", "limit", "chat", "max_prompt_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     engine = ("with_features", "features_dtype", "dtype", "backend", "batch", "rows_per_shard", "drafter")
-    origin = metadata.as_json()
-    del origin["code_version"]
-    # named one by one where they are given (the template by its hash), so that a refusal can say in a line what differs
-    options = origin.pop("chat_options", {})
-    told = {name: options[name] for name in ("system", "thinking") if options.get(name) not in (None, "default")}
     return (
         {name: getattr(config, name) for name in own + engine}
-        | ({"threads": config.threads} if _threads_decide(config, target) else {})
-        | origin
-        | told
+        | threads_plan(config, target)
+        | origin_plan(metadata)
         | {"prompts_sha256": prompts.sha256, "rows": len(prompts.rows)}
     )
-
-
-def _threads_decide(config: GenerateConfig, target: Target) -> bool:
-    """Whether other threads may give other bytes: torch's do on CPUs, the native kernels' do not.
-
-    Told from the command and the target alone, so that another machine comes to the same answer. Where "auto" falls
-    back to torch for want of a compiler, it stays unsaid.
-    """
-    if config.gpus_per_actor:
-        return False
-    never_native = config.backend == "auto" and NativeRows.unsupported_reason(target.config) is not None
-    return config.backend == "torch" or never_native
 
 
 def _all_rejects(config: GenerateConfig, prompts: PromptSet, records: list[ShardRecord]) -> list[RejectedRow]:

@@ -62,19 +62,20 @@ class ShardGenerator:
         try:
             record = self.store.record(name)  # written before this actor was restarted
             if record is None:
-                record = self._generate(name, [PromptRow.from_json(row) for row in json.loads(rows)])
+                record = self._generate(name, json.loads(rows))
             return {"name": name, "record": asdict(record)}
         except Exception as error:
             self._engine = None  # its slots may hold half a shard
             reason = (str(error).strip().splitlines() or [""])[0]
             return {"name": name, "error": f"{type(error).__name__}: {reason}"}
 
-    def _generate(self, name: str, rows: list[PromptRow]) -> ShardRecord:
+    def _generate(self, name: str, items: list[dict[str, Any]]) -> ShardRecord:
+        """Make a shard of what its item holds."""
         engine = self.engine()
         layers = self.context.metadata.target_layer_ids
         done: dict[int, Rollout] = {}
         rejected: dict[int, dict[str, Any]] = {}
-        for place, dialogue in self._dialogues(engine, name, rows):
+        for place, dialogue in self._dialogues(engine, name, [PromptRow.from_json(item) for item in items]):
             features = pick_layers(dialogue.features_TF, tuple(engine.target_layer_ids), layers)
             rollout = dialogue.rollout(features)
             if bad := _unusable(rollout):

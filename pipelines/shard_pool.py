@@ -100,8 +100,16 @@ class Meter:
         return time.monotonic() - self.heard
 
 
-def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: Meter) -> list[ShardRecord]:
-    """Generate the shards of `items` (by name). Raises GenerateError naming those that failed twice."""
+def make_shards(
+    context: ShardContext,
+    items: dict[str, dict[str, str]],
+    meter: Meter,
+    actor: type[ShardGenerator] | None = None,
+) -> list[ShardRecord]:
+    """Make the shards of `items` (by name) with actors of a kind; None: they generate.
+
+    Raises GenerateError naming those that failed twice.
+    """
     if not items:
         return []
     config = context.config
@@ -116,7 +124,7 @@ def make_shards(context: ShardContext, items: dict[str, dict[str, str]], meter: 
         if not left:
             break
         errors = {item["name"]: "no result" for item in left}
-        for result in _results(context, left, board, meter):
+        for result in _results(context, left, board, meter, actor):
             name = result["name"]
             if "error" in result:
                 errors[name] = result["error"]
@@ -161,10 +169,17 @@ def check_visible(store: RolloutStore, record: ShardRecord) -> None:
         time.sleep(POLL_S)
 
 
-def _results(context: ShardContext, items: list[dict[str, str]], board: Any, meter: Meter) -> Iterator[dict[str, Any]]:
+def _results(
+    context: ShardContext,
+    items: list[dict[str, str]],
+    board: Any,
+    meter: Meter,
+    actor: type[ShardGenerator] | None = None,
+) -> Iterator[dict[str, Any]]:
     """Results in the order in which shards finish. Raises GenerateError when nothing moves for too long."""
     arrived: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
-    thread = threading.Thread(target=_stream, args=(_dataset(context, items, board), arrived), daemon=True)
+    dataset = _dataset(context, items, board, actor or ShardGenerator)
+    thread = threading.Thread(target=_stream, args=(dataset, arrived), daemon=True)
     thread.start()
     while True:
         try:
@@ -197,14 +212,14 @@ def _look(board: Any, meter: Meter) -> None:
     meter.show()
 
 
-def _dataset(context: ShardContext, items: list[dict[str, str]], board: Any) -> Any:
+def _dataset(context: ShardContext, items: list[dict[str, str]], board: Any, actor: type[ShardGenerator]) -> Any:
     """One block per shard, so that a task is a shard."""
     import ray.data
 
     config = context.config
     least, most = config.num_actors
     dataset = ray.data.from_items(list(items), override_num_blocks=len(items)).map_batches(
-        ShardGenerator,
+        actor,
         fn_constructor_args=(context, board),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from drafters.acceptance import Acceptance
 from drafters.code_version import code_version
@@ -54,8 +55,8 @@ class TrafficRow:
 
     request_id: str
     arrived_at: float  # seconds since 1970
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
+    prompt_ids: Sequence[int] | np.ndarray  # an int32 array from the beginning on
+    response_ids: Sequence[int] | np.ndarray
     finish_reason: str
     sampling: Sampling
     drafter_version: str | None
@@ -165,7 +166,48 @@ def traffic_table(rows: Sequence[TrafficRow], metadata: TrafficMetadata) -> pa.T
 def _lists(arrays: list[Any]) -> pa.Array:
     """A list column without a Python object per token."""
     offsets = np.cumsum([0, *(len(array) for array in arrays)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([np.empty(0, np.int32), *arrays])))
+
+
+class TrafficColumns:
+    """A table's rows by their place, without a Python object per token. Raises pa.ArrowException for other types."""
+
+    def __init__(self, table: pa.Table):
+        table = table.select(TRAFFIC_SCHEMA.names).replace_schema_metadata(None).cast(TRAFFIC_SCHEMA)
+        self.prompts, self.responses = (_arrays(table[name]) for name in ("prompt_ids", "response_ids"))
+        arrived_us = table["arrived_at"].cast(pa.int64())
+        table = table.drop_columns(["prompt_ids", "response_ids", "arrived_at"])
+        self._columns = {name: table[name].to_pylist() for name in table.column_names}
+        self._arrived_us = arrived_us.to_pylist()
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def value(self, name: str, i: int) -> Any:
+        """Of a row, what is neither tokens nor time."""
+        return self._columns[name][i]
+
+    def row(self, i: int) -> TrafficRow:
+        """A row that keeps nothing of the table. Raises ValueError for sampling parameters out of range."""
+
+        def values(*names: str) -> dict[str, Any]:
+            return {name: self._columns[name][i] for name in names}
+
+        return TrafficRow(
+            arrived_at=self._arrived_us[i] / 1e6,
+            prompt_ids=self.prompts[i].copy(),
+            response_ids=self.responses[i].copy(),
+            sampling=Sampling(**values("temperature", "top_p", "top_k", "seed", "max_new_tokens")),
+            acceptance=Acceptance(**values("rounds", "proposed", "proposed_by_position", "accepted_by_position")),
+            **values("request_id", "finish_reason", "drafter_version", "drafter_changed", "placement"),
+        )
+
+
+def _arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """The rows of a list column, as views."""
+    lists = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], _IDS)
+    ends = np.cumsum(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
+    return np.split(lists.flatten().to_numpy(), ends[:-1]) if len(ends) else []
 
 
 def schema_problem(schema: pa.Schema) -> str | None:

@@ -12,16 +12,18 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from drafters.acceptance import Acceptance
 from drafters.atomic_files import AtomicFolder
 from drafters.remote import first_line, patiently
 from serving.traffic_schema import schema_problem
@@ -32,6 +34,9 @@ DAY = "date="
 _TIME = "%Y%m%dT%H%M%S%f"
 _NAME = re.compile(r"(\d{8}T\d{12})-(\d{8}T\d{12})-\w+-\d{6,}\.parquet")
 _LEFTOVER_AGE_S = 3600.0  # of a temporary file, after which its writer is taken for dead
+_ACCEPTANCE = (
+    "drafter_version", "drafter_changed", "rounds", "proposed", "proposed_by_position", "accepted_by_position",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)
@@ -120,6 +125,9 @@ def _tidy(root: Path, scratch: Path) -> None:
                 os.rmdir(day)
 
 
+OnSkipped = Callable[[str, str], None]  # a file's address, and why it is left out
+
+
 def read_traffic(uri: str, *, since: datetime | None = None, until: datetime | None = None) -> Iterator[pa.Table]:
     """The log's requests that arrived from `since` on and before `until`, a table per shard, oldest shards first.
 
@@ -127,28 +135,116 @@ def read_traffic(uri: str, *, since: datetime | None = None, until: datetime | N
     are skipped with a warning; a shard that is deleted meanwhile is skipped. A server that is away gets the patience
     of `drafters.remote`.
     """
+    yield from (table for _, table in read_shards(uri, since=since, until=until))
+
+
+def read_shards(
+    uri: str,
+    *,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    columns: Sequence[str] | None = None,
+    on_skipped: OnSkipped | None = None,
+) -> Iterator[tuple[str, pa.Table]]:
+    """As `read_traffic`, each table with its file's name in the log.
+
+    Of `columns`, which need `arrived_at` among them, nothing else is fetched. `on_skipped` is told of files that are
+    left out; None: a warning is.
+    """
     folder = AtomicFolder(uri)
-    listed = [(_shard(name, size), name) for name, size in _files(folder)]
-    for shard, name in sorted(listed, key=lambda item: (item[0].last.timestamp() if item[0] else 0.0, item[1])):
-        if shard and ((since and shard.last < since) or (until and shard.first >= until)):
-            continue
-        table = _read(folder, name)
-        if table is not None and (since or until):
+    for shard, name in _overlapping(folder, since, until):
+        table = _read(folder, name, columns, on_skipped or _warn)
+        if table is not None and not _lies_within(shard, since, until):
             table = _between(table, since, until)
         if table is not None and table.num_rows:
-            yield table
+            yield name, table
 
 
-def _read(folder: AtomicFolder, name: str) -> pa.Table | None:
+def count_rows(uri: str, since: datetime | None = None, until: datetime | None = None) -> int:
+    """How many requests `read_traffic` would give: from the files' names and footers, and no token is fetched."""
+    folder, total = AtomicFolder(uri), 0
+    for shard, name in _overlapping(folder, since, until):
+        within = _lies_within(shard, since, until)
+        table = _read(folder, name, [] if within else ["arrived_at"], _warn)
+        if table is not None:
+            total += (table if within else _between(table, since, until)).num_rows
+    return total
+
+
+def live_tau(uri: str, since: datetime | None = None, until: datetime | None = None) -> dict[str, Acceptance]:
+    """What verify rounds brought, by drafter version: `.tau` is the acceptance length, `.rounds` says how sure it is.
+
+    Over the requests that `read_traffic` would give, without those that two drafters served and those without any.
+    No token is fetched.
+    """
+    totals: dict[str, Acceptance] = {}
+    for _, table in read_shards(uri, since=since, until=until, columns=["arrived_at", *_ACCEPTANCE]):
+        rows = table.filter(pc.and_(pc.invert(table["drafter_changed"]), pc.is_valid(table["drafter_version"])))
+        for version in rows["drafter_version"].unique().to_pylist():
+            served = rows.filter(pc.equal(rows["drafter_version"], version))
+            totals.setdefault(version, Acceptance()).add(_acceptance(served))
+    return totals
+
+
+def _acceptance(table: pa.Table) -> Acceptance:
+    """The sum over all rows."""
+    proposed, accepted = (_by_position(table[f"{kind}_by_position"]) for kind in ("proposed", "accepted"))
+    width = max(len(proposed), len(accepted))
+    return Acceptance(
+        rounds=pc.sum(table["rounds"]).as_py(),
+        proposed=pc.sum(table["proposed"]).as_py(),
+        proposed_by_position=proposed + [0] * (width - len(proposed)),
+        accepted_by_position=accepted + [0] * (width - len(accepted)),
+    )
+
+
+def _by_position(column: pa.ChunkedArray) -> list[int]:
+    """The sums over the first, second, ... entries of all lists."""
+    lists = pa.concat_arrays(column.chunks)
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    values = lists.flatten().to_numpy()
+    positions = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return [int(total) for total in np.bincount(positions, weights=values)]
+
+
+def _overlapping(
+    folder: AtomicFolder, since: datetime | None, until: datetime | None
+) -> Iterator[tuple[Shard | None, str]]:
+    """(shard, name) of the files that may hold requests of that time, the oldest first; None: the name does not tell"""
+    listed = [(_shard(name, size), name) for name, size in _files(folder)]
+    for shard, name in sorted(listed, key=lambda item: (item[0].last.timestamp() if item[0] else 0.0, item[1])):
+        if not (shard and ((since and shard.last < since) or (until and shard.first >= until))):
+            yield shard, name
+
+
+def _lies_within(shard: Shard | None, since: datetime | None, until: datetime | None) -> bool:
+    """Whether all requests of a file are of that time."""
+    if shard is None:
+        return not since and not until
+    return (not since or shard.first >= since) and (not until or shard.last < until)
+
+
+def _warn(address: str, problem: str) -> None:
+    log.warning("%s is skipped: %s", address, problem)
+
+
+def _read(folder: AtomicFolder, name: str, columns: Sequence[str] | None, on_skipped: OnSkipped) -> pa.Table | None:
+    """A file's columns (None: all of them); None if it is gone, or left out."""
     try:
-        table = pq.read_table(io.BytesIO(folder.read(name)))
+        if columns is None:
+            table = pq.read_table(io.BytesIO(folder.read(name)))
+            problem = schema_problem(table.schema)
+        else:
+            with folder.open(name) as stream:
+                file = pq.ParquetFile(stream)
+                problem = schema_problem(file.schema_arrow)
+                table = None if problem else file.read(columns=list(columns))
     except FileNotFoundError:
         return None
     except pa.ArrowInvalid as error:
-        log.warning("%s is skipped: it is no whole Parquet file (%s)", folder.path(name), first_line(error))
-        return None
-    if problem := schema_problem(table.schema):
-        log.warning("%s is skipped: %s", folder.path(name), problem)
+        problem = f"it is no whole Parquet file ({first_line(error)})"
+    if problem:
+        on_skipped(folder.path(name), problem)
         return None
     return table
 

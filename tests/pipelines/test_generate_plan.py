@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from drafters.target import load_target
-from pipelines.generate import GenerateConfig, _metadata, _plan
+from pipelines.generate import GenerateConfig, _plan
 from pipelines.prompts import read_prompts
+from pipelines.rollout_plan import rollout_metadata
 from pipelines.rollout_store import RolloutError, RolloutStore
 from serving.engine.native_rows import NativeRows
 
@@ -25,7 +26,8 @@ def config(tmp_path_factory: pytest.TempPathFactory, toy_target_dir: Path) -> Ge
 
 def plan_of(config: GenerateConfig, **changes: Any) -> dict[str, Any]:
     config, target = replace(config, **changes), load_target(config.target)
-    return _plan(config, target, _metadata(config, target), read_prompts(config.prompts, target, max_prompt_tokens=99))
+    prompts = read_prompts(config.prompts, target, max_prompt_tokens=99)
+    return _plan(config, target, rollout_metadata(config, target), prompts)
 
 
 @pytest.mark.parametrize(
