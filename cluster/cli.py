@@ -27,6 +27,7 @@ from cluster.command import (
     least_most,
     one_line_errors,
 )
+from cluster.registry_command import registry
 from cluster.rollouts_command import rollouts
 from cluster.run_file import RunOption
 from cluster.serve_command import serve
@@ -155,6 +156,7 @@ def evaluate(
         end(report, show.evaluation_table, as_json, f"draftloop serve --target {target} --drafter {drafter}")
 
 
+app.add_typer(registry, name="registry")
 app.command()(serve)
 
 
