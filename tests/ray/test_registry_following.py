@@ -76,6 +76,9 @@ def test_a_service_takes_what_is_promoted_and_takes_back_what_does_badly(followi
     def card() -> dict:
         return client.models.list().data[0].model_dump()["metadata"]["drafter"]["registry"]
 
+    def rolled_back() -> list[str]:
+        return [entry["version"] for entry in card()["rolled_back"]]
+
     wait(lambda: all_serve("first"), "the replicas do not report")
     with ThreadPoolExecutor(STREAMS) as pool:
         asking = [pool.submit(keep_asking) for _ in range(STREAMS)]
@@ -87,11 +90,10 @@ def test_a_service_takes_what_is_promoted_and_takes_back_what_does_badly(followi
             wait(lambda: card()["rollout"] == "steady", "the roll-out does not end")
             promote("third", "x")
             wait(lambda: registry.champion().action == "rollback", "nobody rolled it back")
-            wait(lambda: all_serve("second") and card()["rolled_back"], "they did not go back")
+            wait(lambda: all_serve("second") and rolled_back() == ["third"], "they did not go back")
         finally:
             over.set()
         assert all(future.result(DEADLINE_S) for future in asking)
     last = registry.champion()
     assert (last.version, last.previous, last.by) == ("second", "third", f"draftloop serve, app {APP_NAME}")
-    assert {entry["version"] for entry in card()["rolled_back"]} <= {"third"}
     assert last.why.startswith("live tau 1.00 against 4.00 ")

@@ -15,6 +15,7 @@ from drafters.registry import Registry
 from serving.engine.sampling import Sampling
 from serving.metrics import engine_snapshot
 from serving.replica import Replica
+from serving.rollout_guard import GuardAwayError
 from serving.serve_config import ServeConfig
 from tests.toy_echo import save_echo_target, save_one_token_drafter
 
@@ -41,6 +42,16 @@ def publish(registry, target_dir, tmp_path) -> Callable[[str, str], str]:
         return registry.publish(folder, name=name, evaluation={"tau": 4.0}).name
 
     return publish
+
+
+class Away:
+    """A guard that nobody can reach."""
+
+    def ask(self, report, *, starting=False):
+        raise GuardAwayError("the guard is gone")
+
+    def leave(self, replica):
+        raise GuardAwayError("the guard is gone")
 
 
 def promote(registry: Registry, name: str) -> int:
@@ -176,3 +187,16 @@ def test_a_replica_starts_whatever_its_registry_holds(registry, publish, target_
             if what == "none yet":
                 promote(registry, "second")
             wait(lambda: served(replica) == "second", "it was not taken once it was there")
+
+
+def test_a_guard_that_is_away_changes_nothing(registry, publish, target_dir):
+    promote(registry, publish("first", RIGHT))
+    with replica_of(target_dir, registry) as replica, traffic(replica):
+        guard = replica._follower._guard
+        replica._follower._guard = Away()
+        promote(registry, publish("second", RIGHT))
+        wait(lambda: "guard is gone" in card(replica)["rollout"], "it does not say so")
+        wait(lambda: 'rollout_guard_away_total{model_name="toy"} 2' in metrics(replica), "it asked once only")
+        assert (served(replica), card(replica)["champion"]["version"]) == ("first", "second")
+        replica._follower._guard = guard
+        wait(lambda: served(replica) == "second", "it does not go on")
