@@ -31,6 +31,9 @@ def serve(
     run: RunOption = None,
     target: TargetOption = "smollm2",
     drafter: Annotated[str | None, typer.Option(help="--output of train; without: plain decoding.")] = None,
+    registry: Annotated[
+        str | None, typer.Option(help="Serve this registry's champion, whichever that is, in place of --drafter.")
+    ] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     model_name: Annotated[str | None, typer.Option(help="What clients ask for; default: the target's name.")] = None,
@@ -85,6 +88,8 @@ def serve(
         from serving.serve_config import Disaggregation, ServeConfig
         from serving.traffic_log import TrafficLogConfig
 
+        if drafter is not None and registry is not None:
+            fail("--drafter and --registry exclude each other; leave one of them out", 2)
         if not disaggregated and (spread or draft_deadline_s is not None):
             fail("--spread and --draft-deadline-s need --disaggregated; add it or leave them out", 2)
         slots = num_slots or (None if memory_gb else 8)
@@ -103,11 +108,12 @@ def serve(
             num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes, adapt_draft_length=adapt, num_slots=slots,
             memory_bytes=None if memory_gb is None else int(memory_gb * 1e9), max_len=max_len,
             disaggregated=Disaggregation(**apart) if disaggregated else None, cuda_graphs=cuda_graphs,
-            traffic_log=traffic, **settings,
+            traffic_log=traffic, **given(registry=registry), **settings,
         )  # fmt: skip
         start_ray()
         base_url = run_app(config)
-        _say_hello(config.served_name, base_url, drafter, memory_line(), page)
+        source = drafter or (f"the champion of {registry}" if registry else "none")
+        _say_hello(config.served_name, base_url, source, memory_line(), page)
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
@@ -116,8 +122,8 @@ def serve(
             shutdown()
 
 
-def _say_hello(name: str, base_url: str, drafter: str | None, memory: str, page: bool) -> None:
-    what = escape(f"{name} at {base_url}, drafter {drafter or 'none'}")
+def _say_hello(name: str, base_url: str, drafter: str, memory: str, page: bool) -> None:
+    what = escape(f"{name} at {base_url}, drafter {drafter}")
     console.print(f"[bold]serving[/bold] {what}", soft_wrap=True)
     console.print(memory, highlight=False, markup=False, soft_wrap=True)
     if page:

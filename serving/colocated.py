@@ -9,7 +9,7 @@ from typing import Any
 from ray import serve
 
 from serving.replica import Replica
-from serving.serve_config import ServeConfig
+from serving.serve_config import FOLLOW, ServeConfig
 
 _DRAIN_LOOK_S = 0.5  # between two looks at whether a replica that leaves has finished; what comes late goes elsewhere
 _SPARE_REQUESTS = 16  # beyond slots and queue, so that the app itself refuses (503) and still answers /health
@@ -31,7 +31,7 @@ def deployment_of(config: ServeConfig, **placement: Any) -> serve.Deployment:
         **_scaling(config),
         ray_actor_options=resources | placement.pop("ray_actor_options", {}),
         max_ongoing_requests=config.most_slots + config.max_waiting + _SPARE_REQUESTS,
-        user_config={"drafter": config.drafter},
+        user_config={"drafter": FOLLOW if config.registry else config.drafter},
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
         health_check_timeout_s=60,
         **placement,

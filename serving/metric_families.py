@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from serving.engine.drafter_counts import INFINITE, SUM, ByVersion, Counts, no_counts
 from serving.engine.load import Load
 from serving.engine.timing import ROUND_BUCKETS_S
+from serving.registry_figures import RegistryFigures
 from serving.traffic_schema import TrafficCounts
 
 REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -107,15 +108,35 @@ def load_families(labels: Labels, load: Load) -> Iterator[Metric]:
 def service_families(
     labels: Labels,
     refused: Mapping[str, float],
-    swaps: Mapping[str, float],
+    swaps: Mapping[tuple[str, str], float],
     restarts: Mapping[str, float],
     link_events: Mapping[str, float],
 ) -> Iterator[Metric]:
-    """Error responses by status, hot swaps by result, replaced drafter processes by reason, trouble on their link."""
+    """Error responses by status, hot swaps, replaced drafter processes by reason, trouble on their link."""
     yield _divided(labels, "request_refused", "Error responses", "status", refused)
-    yield _divided(labels, "drafter_swaps", "Hot swaps by result", "result", swaps)
+    family = CounterMetricFamily(
+        "drafter_swaps", "Hot swaps by result and who asked", labels=("model_name", "result", "source")
+    )
+    for parts, value in swaps.items():
+        family.add_metric((labels.model_name, *parts), value)
+    yield family
     yield _divided(labels, "drafter_restarts", "Drafter processes that were replaced", "reason", restarts)
     yield _divided(labels, "draft_link_events", "Drafters' replies that were late or dropped", "kind", link_events)
+
+
+def registry_families(labels: Labels, figures: RegistryFigures) -> Iterator[Metric]:
+    """How the replica follows the registry's champion."""
+    for name, help_text, value in (
+        ("registry_champion_number", "Number of the latest change of champion; 0: none yet", figures.champion),
+        ("registry_followed_number", "Number of the change that is served; 0: none", figures.followed),
+        ("registry_following", "1: the champion is followed; 0: user_config pins a drafter", figures.following),
+    ):
+        yield _simple(GaugeMetricFamily, name, help_text, labels, value)
+    yield _divided(labels, "registry_polls", "Looks at the registry by result", "result", figures.polls)
+    away = "Questions to the roll-out's guard without an answer"
+    yield _simple(CounterMetricFamily, "rollout_guard_away", away, labels, figures.guard_away)
+    what = "Versions that were rolled back by their live figures; every replica of an app counts each"
+    yield _divided(labels, "drafter_rollbacks", what, "reason", figures.rollbacks)
 
 
 def traffic_families(labels: Labels, counts: TrafficCounts) -> Iterator[Metric]:

@@ -25,10 +25,12 @@ from serving.metric_families import (
     Page,
     drafter_families,
     load_families,
+    registry_families,
     request_families,
     service_families,
     traffic_families,
 )
+from serving.registry_figures import RegistryFigures
 from serving.traffic_schema import TrafficCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -110,11 +112,12 @@ class RequestMetrics:
         self.drafter_version: str | None = None  # of the latest round that a request had
         self.drafter_address: str | None = None  # where the drafter in service came from, if it came from somewhere
         self.traffic: Callable[[], TrafficCounts] | None = None  # asked whenever the page is shown
+        self.registry: Callable[[], RegistryFigures] | None = None  # the same
         self.restarts: Mapping[str, int] = {}  # of the drafter's process, where it has one, by reason
         self.link_events: Mapping[str, int] = {}  # of the link to it, by kind
         self._requests: ByVersion = {}
         self._refused: Counter[str] = Counter()  # by status
-        self._swaps: Counter[str] = Counter()  # by result
+        self._swaps: Counter[tuple[str, str]] = Counter()  # by result and who asked
 
     @contextmanager
     def request(self) -> Iterator[RequestRecord]:
@@ -143,9 +146,9 @@ class RequestMetrics:
         """Counts an error response."""
         self._refused[str(status)] += 1
 
-    def swapped(self, result: str) -> None:
-        """Counts a hot swap: done or refused."""
-        self._swaps[result] += 1
+    def swapped(self, result: str, source: str) -> None:
+        """Counts a hot swap: done or refused, asked for by user_config or by the registry."""
+        self._swaps[result, source] += 1
 
     def placement_of(self, version: str | None) -> str:
         """Where the drafter of this version runs; "none" without a drafter."""
@@ -159,6 +162,8 @@ class RequestMetrics:
         page.add(service_families(labels, self._refused, self._swaps, dict(self.restarts), dict(self.link_events)))
         if self.traffic is not None:
             page.add(traffic_families(labels, self.traffic()))
+        if self.registry is not None:
+            page.add(registry_families(labels, self.registry()))
         if engine is not None:
             page.add(load_families(labels, engine.load))
             version = engine.drafter_version

@@ -1,46 +1,50 @@
 """The Serve deployment: one replica loads target and drafter into an engine and answers the OpenAI endpoints.
 
-`serving/colocated.py` and `disaggregated.py` configure and bind it. The drafter comes through `user_config`, can be
-swapped live, and works in this process or in an actor of its own.
+`serving/colocated.py` and `disaggregated.py` configure and bind it. The drafter comes through `user_config` or from a
+registry, can be swapped live, and works in this process or in an actor of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from drafters.checkpoint import read_config, read_provenance
+from drafters.checkpoint import load_module, read_config, read_provenance
 from drafters.drafter import Drafter
+from drafters.registry import Registry
+from drafters.remote import first_line
 from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import load_target
 from serving.autoscaling import load_figures
 from serving.chat_options import ChatTemplate, training_mismatch
-from serving.draft_link import RemoteDrafter
 from serving.drafter_actor import DrafterSettings
 from serving.drafter_supervisor import DrafterSupervisor
-from serving.drafter_version import drafter_version
+from serving.drafter_swap import DrafterSwap, version_of
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.build import build_engine, load_drafter_for
 from serving.engine.engine import Engine, EngineConfig
 from serving.generation import ServedModel
 from serving.metrics import RequestMetrics
 from serving.openai_api import make_app
+from serving.registry_follower import RegistryFollower
+from serving.registry_start import Beginning, Followed, begin
 from serving.request_guards import ApiKeys
-from serving.serve_config import Disaggregation, ServeConfig
+from serving.rollout_guard import REGISTRY_PATIENCE_S, Guard, RemoteGuard, RolloutGuard
+from serving.serve_config import FOLLOW, Disaggregation, ServeConfig
 from serving.traffic_log import TrafficLog
 from serving.traffic_schema import TrafficMetadata
 
 log = logging.getLogger(__name__)
 
-_SWAP_DEADLINE_S = 60.0  # longest wait for the round that a swap comes after
 _CLOSE_DEADLINE_S = 5.0  # Serve has drained the replica by then
 
 
@@ -49,7 +53,13 @@ class LiveConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    drafter: str | None = None  # folder or URI of the drafter; None: decode plainly
+    # folder or URI of the drafter, which then stays; None: decode plainly; "registry": follow the configured registry,
+    # as is done where the key is left out (a folder of that name: ./registry)
+    drafter: str | None = None
+
+    def follows(self, has_registry: bool) -> bool:
+        """Whether the registry chooses."""
+        return self.drafter == FOLLOW or (has_registry and "drafter" not in self.model_fields_set)
 
 
 def _model_of_this_replica() -> ServedModel:
@@ -71,95 +81,111 @@ class Replica:
         self._template = ChatTemplate(self._target, config.chat_options())
         self._template.check()
         api_keys = ApiKeys.read(config.api_key_file) if config.api_key_file else None
-        engine = _engine_of(config, self._target.path)
+        followed = self._followed()
+        engine, drafter = _first_engine(config, followed.start if followed else None, self._target.path)
         self._memory = engine.memory.describe() if engine.memory else ""
         self._backend = engine.backend
-        engine.drafter_version = _version(config.drafter)
         self._supervisor: DrafterSupervisor | None = None
         if config.disaggregated is not None:
             self._supervisor = _supervisor_of(config, engine)
-            if config.drafter:
-                remote = self._supervisor.load(config.drafter)
-                engine.set_drafter(remote, _version(config.drafter))
-                self._supervisor.serve(remote, config.drafter)
-                self._memory += f"; apart from it {remote.memory}"
+            drafter = self._begin_apart(engine, drafter, self._supervisor)
+        engine.drafter_version = version_of(drafter)
         self._engine = AsyncEngine(engine, max_waiting=config.max_waiting, stall_timeout_s=config.stall_timeout_s)
+        metrics = RequestMetrics(config.served_name, placement=config.placement)
         self.model = ServedModel(
             self._engine,
             self._target,
             name=config.served_name,
             max_len=engine.max_len,
-            metrics=RequestMetrics(config.served_name, placement=config.placement),
+            metrics=metrics,
             chat_options=self._template.options,
             api_keys=api_keys,
             traffic=self._open_traffic_log(),
             page=config.page,
         )
-        self._drafter_name, self._drafter_version = engine.drafter_name, engine.drafter_version
-        self._swap_refused: str | None = None
-        self._serves(LiveConfig(drafter=config.drafter))
+        self._swap = DrafterSwap(self._engine, self._load, metrics, self._supervisor)
+        self._swap.begin(drafter, engine.drafter_name, engine.drafter_version)
         self.model.describe_drafter = self._describe_drafter
-        if config.drafter:
-            self._compare_prompts(config.drafter)
+        if drafter:
+            self._compare_prompts(drafter)
         if self._supervisor is not None:
-            self.model.metrics.restarts = self._supervisor.restarts
-            self.model.metrics.link_events = self._supervisor.link.events
-            self._supervisor.watch(self._drafter_is_back, self._fetch_answers)
+            metrics.restarts = self._supervisor.restarts
+            metrics.link_events = self._supervisor.link.events
+            self._supervisor.watch(self._swap.is_back, self._swap.fetch_answers)
+        self._follower: RegistryFollower | None = None
+        if followed is not None:
+            self._follower = RegistryFollower(followed, self._swap)
+            metrics.registry = self._follower.figures
+            self._follower.start()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Swap the drafter between two rounds. Never raises, since Serve would kill the replica: it reports instead."""
         try:
             wanted = LiveConfig.model_validate(user_config or {})
-            if wanted == self._serving:
-                return
-            drafter, version = await asyncio.to_thread(self._load, wanted.drafter)
-            name = await asyncio.wait_for(
-                asyncio.wrap_future(self._engine.between_rounds(lambda engine: _swap(engine, drafter, version))),
-                _SWAP_DEADLINE_S,
-            )
-        except Exception as error:
-            self._swap_refused = " ".join(str(error).split()) or type(error).__name__
-            if self._supervisor is not None:
-                self._supervisor.settle()
-            log.error("the drafter was not swapped, %s stays: %s", self._serving.drafter, self._swap_refused)
-            self.model.metrics.swapped("refused")
+        except ValidationError as error:
+            self._swap.refuse(error, "user_config")
         else:
-            log.info("the drafter is now %s", wanted.drafter)
-            self._drafter_name, self._drafter_version, self._swap_refused = name, version, None
-            self._serves(wanted)
-            if self._supervisor is not None:
-                self._supervisor.serve(drafter if isinstance(drafter, RemoteDrafter) else None, wanted.drafter)
-            self.model.metrics.swapped("done")
+            await asyncio.to_thread(self._apply, wanted)
 
-    def _serves(self, live: LiveConfig) -> None:
-        self._serving = live
-        self.model.metrics.drafter_address = live.drafter
+    def _apply(self, wanted: LiveConfig) -> None:
+        follower = self._follower
+        if wanted.follows(follower is not None):
+            if follower is None:
+                error = ValueError("no registry is configured; give one in args, or a drafter here")
+                self._swap.refuse(error, "user_config")
+            else:
+                follower.follow()
+            return
+        followed = follower is not None and follower.pin()
+        if wanted.drafter == self._swap.address:
+            return
+        if self._swap.take(wanted.drafter, "user_config") and follower is not None and followed:
+            follower.follow(swapped=False)
 
-    def _load(self, path: str | None) -> tuple[Drafter | None, str | None]:
-        """The drafter, here or in its actor, and its version."""
-        if path is None:
-            return None, None
+    def _load(self, address: str) -> Drafter:
+        """The drafter, here or in its actor."""
         drafter: Drafter
         if self._supervisor is not None:
-            drafter = self._supervisor.load(path)
+            drafter = self._supervisor.load(address)
         else:
-            drafter = load_drafter_for(self._backend, local_checkpoint(path), self._target.path)
-        self._compare_prompts(path)
-        return drafter, _version(path)
+            drafter = load_drafter_for(self._backend, local_checkpoint(address), self._target.path)
+        self._compare_prompts(address)
+        return drafter
 
-    def _drafter_is_back(self, drafter: RemoteDrafter, old: RemoteDrafter | None) -> None:
-        """The supervisor has replaced the drafter's actor. Raises if the engine cannot use what is there now."""
-        version = _version(self._serving.drafter)  # the folder may hold another one by now
+    def _followed(self) -> Followed | None:
+        """The registry that is followed, and what to begin with."""
+        config = self._config.registry
+        if config is None:
+            return None
+        registry = Registry(config.uri, patience_s=REGISTRY_PATIENCE_S)
+        name, app = _replica_id(), "draftloop"
+        guard: Guard = RolloutGuard(config, app, registry)
+        if name is not None and ray.is_initialized():
+            guard = RemoteGuard(config, serve.get_replica_context().app_name)
+        replica = name or uuid.uuid4().hex[:8]
+        start = begin(registry, guard, replica, self._check_drafter)
+        return Followed(config=config, registry=registry, guard=guard, replica=replica, start=start)
 
-        def take_over(engine: Engine) -> None:
-            if engine.drafter is old:  # else it was swapped meanwhile
-                engine.set_drafter(drafter, version)
-                self._drafter_name, self._drafter_version = engine.drafter_name, version
+    def _check_drafter(self, address: str) -> None:
+        """Raises if the drafter is none for this target."""
+        load_module(local_checkpoint(address), self._target.path)
 
-        self._engine.between_rounds(take_over).result(_SWAP_DEADLINE_S)
-
-    def _fetch_answers(self) -> None:
-        self._engine.between_rounds(Engine.fetch_answers).result(_SWAP_DEADLINE_S)
+    def _begin_apart(self, engine: Engine, drafter: str | None, supervisor: DrafterSupervisor) -> str | None:
+        """Load the first drafter into its actor; its address, or None where a registry's cannot be loaded."""
+        if drafter is None:
+            return None
+        try:
+            remote = supervisor.load(drafter)
+            engine.set_drafter(remote, version_of(drafter))
+        except Exception as error:
+            if self._config.registry is None:
+                raise
+            log.error("decoding plainly, drafter %s cannot be loaded: %s", drafter, first_line(error))
+            supervisor.settle()
+            return None
+        supervisor.serve(remote, drafter)
+        self._memory += f"; apart from it {remote.memory}"
+        return drafter
 
     def _open_traffic_log(self) -> TrafficLog | None:
         if self._config.traffic_log.uri is None:
@@ -173,16 +199,10 @@ class Replica:
             log.warning("drafter %s was %s: fewer drafts may be accepted", path, differs)
 
     def _describe_drafter(self) -> dict[str, Any]:
-        """What `/v1/models` says about the drafter, and why the last swap was refused, if it was."""
-        said: dict[str, Any] = {
-            "name": self._drafter_name,
-            "path": self._serving.drafter,
-            "version": self._drafter_version,
-            "placement": self._config.placement,
-            "last_swap_refused": self._swap_refused,
-        }
-        if self._supervisor is not None:
-            said |= {"away": self._supervisor.away, "restarts": dict(self._supervisor.restarts)}
+        """What `/v1/models` says about the drafter, the last swap, and the registry that is followed."""
+        said = self._swap.describe()
+        if self._follower is not None:
+            said["registry"] = self._follower.describe()
         return said
 
     def memory(self) -> str:
@@ -199,6 +219,9 @@ class Replica:
         return await load_figures(self._engine)
 
     def __del__(self) -> None:
+        follower = getattr(self, "_follower", None)
+        if follower is not None:
+            follower.close()
         supervisor = getattr(self, "_supervisor", None)
         if supervisor is not None:
             supervisor.close()
@@ -209,11 +232,27 @@ class Replica:
             self.model.traffic.close(_CLOSE_DEADLINE_S)
 
 
-def _engine_of(config: ServeConfig, target_path: Path) -> Engine:
+def _first_engine(config: ServeConfig, start: Beginning | None, target_path: Path) -> tuple[Engine, str | None]:
+    """The engine, and the address of the drafter it begins with. No registry's drafter makes it fail."""
+    if start is None:
+        return _engine_of(config, config.drafter, target_path), config.drafter
+    layers = sorted(start.layers | set(config.target_layer_ids or ()))
+    if not layers:
+        log.warning("no version says which layers to tap; give target_layer_ids, or no later drafter can be swapped in")
+    config = config.model_copy(update={"target_layer_ids": layers})
+    if start.address is not None:
+        try:
+            return _engine_of(config, start.address, target_path), start.address
+        except Exception as error:  # if it was not the drafter's fault, it comes again
+            log.error("decoding plainly, drafter %s cannot be used: %s", start.address, first_line(error))
+    return _engine_of(config, None, target_path), None
+
+
+def _engine_of(config: ServeConfig, drafter: str | None, target_path: Path) -> Engine:
     """The engine, with its drafter if that is to work in this process."""
     drafter_path, taps = None, list(config.target_layer_ids or ())
-    if config.drafter:
-        drafter_path = local_checkpoint(config.drafter)
+    if drafter:
+        drafter_path = local_checkpoint(drafter)
         taps += read_config(drafter_path).target_layer_ids
     apart = config.disaggregated or Disaggregation()
     return build_engine(
@@ -252,16 +291,6 @@ def _supervisor_of(config: ServeConfig, engine: Engine) -> DrafterSupervisor:
         max_len=engine.max_len,
     )
     return DrafterSupervisor(config.disaggregated, settings, ray.util.get_node_ip_address())
-
-
-def _version(path: str | None) -> str | None:
-    """What counters and the traffic log call the drafter."""
-    return drafter_version(path, local_checkpoint(path)) if path else None
-
-
-def _swap(engine: Engine, drafter: Drafter | None, version: str | None) -> str | None:
-    engine.set_drafter(drafter, version)
-    return engine.drafter_name
 
 
 def _replica_id() -> str | None:

@@ -17,12 +17,15 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from drafters.checkpoint import CheckpointError, load_module, read_provenance
+from drafters.registry import Registry, RegistryError
+from drafters.remote import first_line
 from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import TargetError, load_target
 from serving import colocated, disaggregated
 from serving.chat_options import ChatOptionsError, ChatTemplate, training_mismatch
 from serving.request_guards import ApiKeyError, ApiKeys
-from serving.serve_config import ServeConfig
+from serving.rollout_guard import REGISTRY_PATIENCE_S
+from serving.serve_config import RegistryFollowing, ServeConfig
 from serving.traffic_log import TrafficLogError, check_folder
 
 log = logging.getLogger(__name__)
@@ -90,11 +93,13 @@ def _check(config: ServeConfig) -> None:
             load_module(drafter, target.path)
             if differs := training_mismatch(read_provenance(drafter), template):
                 log.warning("drafter %s was %s: fewer drafts may be accepted", config.drafter, differs)
+        if config.registry is not None:
+            _check_registry(config.registry)
         if config.api_key_file is not None:
             ApiKeys.read(config.api_key_file)
         if config.traffic_log.uri is not None:
             check_folder(config.traffic_log)
-    except (TargetError, CheckpointError, ChatOptionsError, ApiKeyError, TrafficLogError) as error:
+    except (TargetError, CheckpointError, ChatOptionsError, ApiKeyError, RegistryError, TrafficLogError) as error:
         raise ServeError(str(error)) from error
     try:
         ray.get_actor(_CONTROLLER, namespace="serve")
@@ -103,6 +108,18 @@ def _check(config: ServeConfig) -> None:
     else:
         raise ServeError("Ray Serve runs in this cluster already; stop it (serve shutdown) or use serve deploy")
     _check_port(config.host, config.port)
+
+
+def _check_registry(followed: RegistryFollowing) -> None:
+    """Raises RegistryError for an address that nothing can open; one that is away may come back."""
+    registry = Registry(followed.uri, patience_s=REGISTRY_PATIENCE_S)
+    try:
+        champion = registry.champion()
+    except Exception as error:  # every file system has its own kinds
+        log.warning("registry %s is away: %s", followed.uri, first_line(error))
+        return
+    if champion is None:
+        log.warning("registry %s has no champion yet: plain decoding until one is promoted", followed.uri)
 
 
 def _check_port(host: str, port: int) -> None:

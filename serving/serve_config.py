@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from drafters.draft_tree import MAX_TREE_NODES
 from drafters.target_source import SMOLLM2_NAMES
@@ -35,6 +35,29 @@ class Disaggregation(BaseModel):
     overlap: Overlap = "auto"  # draft for one half of the batch while the target verifies the other
 
 
+FOLLOW = "registry"  # in place of a drafter in `user_config`: the registry's champion
+
+
+class RegistryFollowing(BaseModel):
+    """Which registry's champion is served, and how a new one comes into service: see `serving/rollout.py`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    uri: str  # of one target's registry: a folder, local or s3://
+    poll_s: Annotated[float, Field(gt=0)] = 15.0  # between two looks at the champion, a fifth more or less
+    observe_s: Annotated[float, Field(ge=0)] = 120.0  # the first replica is observed alone for so long, then all
+    min_rounds: Positive = 500  # verify rounds under either version before they are compared
+    max_observe_s: Annotated[float, Field(gt=0)] = 1800.0  # with little traffic it goes on after so long
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share of live tau that a new version may lose
+    report_s: Annotated[float, Field(gt=0, le=600)] = 300.0  # between two reports of what a replica serves
+
+    @model_validator(mode="after")
+    def _observes_for_a_while(self) -> "RegistryFollowing":
+        if self.observe_s > self.max_observe_s:
+            raise ValueError(f"observe_s {self.observe_s:g} exceeds max_observe_s {self.max_observe_s:g}; lower it")
+        return self
+
+
 class ServeConfig(BaseModel):
     """How a target is served. The keys of a Serve YAML's `args` too."""
 
@@ -42,6 +65,7 @@ class ServeConfig(BaseModel):
 
     target: str  # Hugging Face id, local folder or GGUF file
     drafter: str | None = None  # folder of the drafter; None: decode plainly
+    registry: RegistryFollowing | None = None  # follow this registry's champion, in place of `drafter`; its uri will do
     model_name: str | None = None  # what clients ask for; None: the target's last path component
     chat_template: str | None = None  # Jinja file in place of the target's own chat template
     chat_template_text: str | None = None  # the same as text; `build` reads the file, so that replicas need none
@@ -76,6 +100,17 @@ class ServeConfig(BaseModel):
     page: bool = True  # a page for people at /
     api_key_file: str | None = None  # keys, one a line, of which a client must show one; on every node. None: no keys
     traffic_log: TrafficLogConfig = TrafficLogConfig()  # where answered requests are kept; off without a `uri`
+
+    @field_validator("registry", mode="before")
+    @classmethod
+    def _registry_by_its_uri(cls, value: Any) -> Any:
+        return {"uri": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_drafter(self) -> "ServeConfig":
+        if self.registry is not None and self.drafter is not None:
+            raise ValueError("drafter and registry exclude each other; to pin a drafter give it in user_config")
+        return self
 
     @model_validator(mode="after")
     def _autoscale_works(self) -> "ServeConfig":
@@ -120,10 +155,10 @@ class ServeConfig(BaseModel):
             and value.lower() not in SMOLLM2_NAMES  # names come before folders, as in resolve_target
             and (path := Path(value).expanduser()).exists()
         }
-        traffic = self.traffic_log.uri
-        if traffic is not None and "://" not in traffic:
-            absolute = str(Path(traffic).expanduser().resolve())
-            changes["traffic_log"] = self.traffic_log.model_copy(update={"uri": absolute})
+        for key, model in (("traffic_log", self.traffic_log), ("registry", self.registry)):
+            if model is not None and model.uri is not None and "://" not in model.uri:
+                absolute = str(Path(model.uri).expanduser().resolve())
+                changes[key] = model.model_copy(update={"uri": absolute})
         if self.chat_template is not None and self.chat_template_text is None:
             changes["chat_template_text"] = self.chat_options().template or ""
         return self.model_copy(update=changes)

@@ -80,7 +80,10 @@ def test_a_swap_under_a_stream_leaves_its_tokens(replica, drafter_dir, tmp_path)
     run(replica.reconfigure({"drafter": None}))
     assert [replica.model.drafter[key] for key in ("name", "path", "last_swap_refused")] == [None] * 3
     assert run(tokens_of(replica)) == expected
-    assert 'drafter_swaps_total{model_name="toy",result="done"} 2.0' in replica.model.metrics.render(None).decode()
+    assert (
+        'drafter_swaps_total{model_name="toy",result="done",source="user_config"} 2.0'
+        in replica.model.metrics.render(None).decode()
+    )
 
 
 @pytest.mark.parametrize("what", ["absent", "truncated", "foreign", "unknown key", "no object"])
@@ -100,7 +103,7 @@ def test_a_bad_swap_is_refused_and_the_old_drafter_stays(replica, drafter_dir, t
     assert report["name"] is not None
     assert report["last_swap_refused"]
     assert "\n" not in report["last_swap_refused"]
-    assert 'result="refused"} 1.0' in replica.model.metrics.render(None).decode()
+    assert 'result="refused",source="user_config"} 1.0' in replica.model.metrics.render(None).decode()
     assert run(tokens_of(replica)) == before
     run(replica.check_health())
 

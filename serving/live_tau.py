@@ -1,0 +1,151 @@
+"""Live tau of a drafter in service: an engine's counters by version in, tallies that can be compared out.
+
+`registry_follower` keeps a replica's tallies, `rollout` compares those of a new champion with the old one's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Standard errors that a fall must exceed, beyond the tolerance. Rounds of one answer are alike, so that the error of
+# their mean is larger than that of as many independent ones, and the comparison is made again with every report.
+NOISE = 4.0
+SELDOM = 4  # a drafter that drafts in less than one of so many rounds is judged by all rounds
+_MOST_NOTES = 64  # of a window
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What was decoded under one drafter."""
+
+    rounds: int = 0  # verify rounds of sequences
+    accepted: int = 0  # drafts accepted in them
+    squares: int = 0  # sum over these rounds of (accepted drafts)^2
+    emitted: int = 0  # tokens, those of plain rounds too
+
+    @classmethod
+    def of(cls, counts: Mapping[tuple[str, str], float]) -> Tally:
+        """From the counters of one version, as `Engine.counts_by_drafter` has them."""
+        by_position = {
+            int(part): int(value)
+            for (name, part), value in counts.items()
+            if name == "spec_decode_num_accepted_tokens_per_pos"
+        }
+        return cls(
+            rounds=int(counts.get(("spec_decode_num_drafts", ""), 0)),
+            accepted=int(counts.get(("spec_decode_num_accepted_tokens", ""), 0)),
+            # a round that accepted n drafts is counted at positions 0 to n - 1, and 1 + 3 + ... + (2n - 1) = n^2
+            squares=sum((2 * position + 1) * count for position, count in by_position.items()),
+            emitted=int(counts.get(("engine_emitted_tokens", ""), 0)),
+        )
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.rounds + other.rounds,
+            self.accepted + other.accepted,
+            self.squares + other.squares,
+            self.emitted + other.emitted,
+        )
+
+    def __sub__(self, other: Tally) -> Tally:
+        return Tally(
+            self.rounds - other.rounds,
+            self.accepted - other.accepted,
+            self.squares - other.squares,
+            self.emitted - other.emitted,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Rounds of sequences with and without drafts; up to the tokens that were cut off at a limit or a stop."""
+        return max(self.rounds, self.emitted - self.accepted)
+
+    @property
+    def tau(self) -> float | None:
+        """Mean of (accepted drafts + 1) over the verify rounds; None without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+    def enough(self, min_rounds: int) -> bool:
+        """Whether it can be judged: many verify rounds, or so many rounds that their lack says something."""
+        return self.rounds >= min_rounds or self.steps >= SELDOM * min_rounds
+
+    def mean(self, rounds: int) -> tuple[float, float]:
+        """Tokens per round over so many rounds, of which those beyond `self.rounds` brought one, and its error."""
+        share = self.accepted / rounds
+        return 1 + share, math.sqrt(max(0.0, self.squares / rounds - share**2) / rounds)
+
+
+NO_ROUNDS = Tally()
+
+
+def fall(new: Tally, old: Mapping[str, Tally], *, tolerance: float, min_rounds: int) -> str | None:
+    """Why the new drafter is worse than the old one, in a line; None if it is not, or if little is known.
+
+    `old` are tallies of the old one by where they come from. Traffic changes, too: the new one must lie below every
+    one of them that has enough rounds, by more than `tolerance` (a share of the old figure) and `NOISE` errors. Where
+    the new one hardly drafts although there is traffic, tokens per round over all rounds take the place of tau.
+    """
+    if not new.enough(min_rounds):
+        return None
+    by_tau = new.rounds >= min_rounds
+    rounds = new.rounds if by_tau else new.steps
+    mean, error = new.mean(rounds)
+    said = []
+    for where, tally in old.items():
+        known = tally.rounds if by_tau else tally.steps
+        if known < min_rounds:
+            continue
+        before, noise = tally.mean(known)
+        if mean + NOISE * math.hypot(error, noise) >= (1 - tolerance) * before:
+            return None
+        said.append(f"{before:.2f} {where}")
+    if not said:
+        return None
+    what = "live tau" if by_tau else "live tokens per round (it hardly drafts)"
+    return f"{what} {mean:.2f} against {' and '.join(said)}, {rounds} rounds, tolerance {tolerance:.0%}"
+
+
+class LiveTau:
+    """One replica's tallies: of the drafter at work since it took over, of the one before it in the window before that.
+
+    Times are seconds of one clock that never goes back.
+    """
+
+    def __init__(self, window_s: float):
+        self._window_s = window_s
+        self.before = NO_ROUNDS  # of the drafter before, in the last `window_s` of its time
+        self._first = self._latest = NO_ROUNDS  # as counted when it took over, and now
+        self._since = 0.0
+        self._notes: deque[tuple[float, Tally]] = deque()
+
+    @property
+    def now(self) -> Tally:
+        """Of the drafter at work."""
+        return self._latest - self._first
+
+    def served_s(self, at: float) -> float:
+        """For how long the drafter at work has been."""
+        return at - self._since
+
+    def note(self, at: float, counted: Tally) -> None:
+        """All that was ever counted under the drafter at work."""
+        self._latest = counted
+        if not self._notes or at - self._notes[-1][0] >= self._window_s / _MOST_NOTES:
+            self._notes.append((at, counted))
+        while len(self._notes) > 1 and self._notes[1][0] <= at - self._window_s:
+            self._notes.popleft()
+
+    def took_over(self, at: float, counted: Tally, keep_before: bool = False) -> None:
+        """Another drafter is at work; `counted` is what was counted under it in an earlier time.
+
+        With `keep_before` the one that leaves is passed over: what came before it stays `before`.
+        """
+        if not keep_before:
+            self.before = self._latest - self._notes[0][1] if self._notes else NO_ROUNDS
+        self._first = counted
+        self._since = at
+        self._notes.clear()
+        self.note(at, counted)
