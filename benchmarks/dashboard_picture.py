@@ -63,19 +63,25 @@ def from_prometheus(address: str) -> Ask:
 
 
 def poll(url: str, seconds: float, every_s: float, keep: Path | None) -> Any:
-    """Scrape an endpoint for a while."""
+    """Scrape an endpoint for a while. A scrape without an answer leaves a gap."""
     from promql import Scrapes
 
-    scrapes, end = Scrapes(), time.time() + seconds
+    scrapes, end, said = Scrapes(), time.time() + seconds, ""
     while True:
         at = time.time()
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            text = answer.read().decode()
-        scrapes.add(at, text)
-        if keep is not None:
-            with keep.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"at": at, "text": text}) + "\n")
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                text = answer.read().decode()
+        except OSError as error:
+            said = str(error)
+        else:
+            scrapes.add(at, text)
+            if keep is not None:
+                with keep.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"at": at, "text": text}) + "\n")
         if at + every_s > end:
+            if not scrapes.names():
+                raise SystemExit(f"{url} did not answer ({said}); start the endpoint, then run again")
             return scrapes
         time.sleep(max(0.0, at + every_s - time.time()))
 
@@ -119,7 +125,7 @@ def draw(dashboard: dict[str, Any], ask: Ask, span: tuple[float, float], rate_in
         for x, color, _name in events:
             axis.axvline(x, color=color, linestyle=":", linewidth=1)
     for x, _color, name in events:
-        axes.flat[0].text(x, axes.flat[0].get_ylim()[1], name, rotation=30, fontsize=6, va="bottom")
+        axes.flat[0].text(x, axes.flat[0].get_ylim()[1], name, rotation=90, fontsize=6, va="top", ha="right")
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis in axes[-1]:
@@ -136,10 +142,10 @@ def _panel(axis: Any, panel: dict[str, Any], targets: list[tuple[dict[str, Any],
     axis.set_title(panel["title"], fontsize=9)
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize=7)
-    axis.set_ylim(bottom=panel["fieldConfig"]["defaults"].get("min"))
     if panel["fieldConfig"]["defaults"]["unit"] == "percentunit":
         axis.yaxis.set_major_formatter(lambda value, _place: f"{value:.0%}")
     if axis.lines:
+        axis.set_ylim(bottom=panel["fieldConfig"]["defaults"].get("min"))
         axis.legend(fontsize=6, loc="best")
     else:
         axis.text(0.5, 0.5, "no data", transform=axis.transAxes, ha="center", color="grey")

@@ -215,7 +215,7 @@ def test_the_window_is_the_submission_id(tmp_path):
     code, calls = run_script(tmp_path, 1796040600, "")  # 2026-11-30 12:10
     assert (code, calls[0]) == (0, f"ray job status {WINDOW}")
     assert calls[1].startswith(f"ray job submit --submission-id {WINDOW} -- draftloop redistill --target")
-    assert calls[1].endswith("--since 2026-11-30T06:00:00Z --until 2026-11-30T12:00:00Z")
+    assert calls[1].endswith("--work s3://bucket/redistill/qwen3-8b --until 2026-11-30T12:00:00Z")
 
 
 @pytest.mark.parametrize(("state", "code", "then"), [
