@@ -13,10 +13,12 @@ from serving.metric_families import (
     Labels,
     drafter_families,
     load_families,
+    registry_families,
     request_families,
     service_families,
     traffic_families,
 )
+from serving.registry_figures import RegistryFigures
 from serving.traffic_schema import TrafficCounts
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +44,11 @@ def exported() -> dict[str, set[str]]:
     labels = Labels("m", lambda version: "colocated")
     load = Load(running=0, waiting=0, tokens_in_flight=0, oldest_wait_s=0.0, slot_use=0.0, token_use=0.0)
     traffic = TrafficCounts(rows=0, shards=0, bytes=0, deleted=0, pending=0, dropped={}, failures={})
+    follower = RegistryFigures(champion=0, followed=0, following=True, polls={}, guard_away=0, rollbacks={})
     families = [
         *request_families(labels, {}),
         *service_families(labels, {}, {}, {}, {}),
+        *registry_families(labels, follower),
         *traffic_families(labels, traffic),
         *load_families(labels, load),
         *drafter_families(labels, {}, "v@1", "recursive", "s3://bucket/v"),
