@@ -11,7 +11,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from serving.replica import LiveConfig
-from serving.serve_config import ServeConfig
+from serving.serve_config import FOLLOW, ServeConfig
 
 FILES = sorted((Path(__file__).parents[2] / "cluster" / "serve").glob("*.yaml"))
 
@@ -26,7 +26,7 @@ def test_a_deploy_file_is_read_as_it_is_meant(file):
     assert (config.disaggregated is not None) == (module == "serving.disaggregated")
     (deployment,) = application.deployments
     assert deployment.name == "Replica"
-    assert LiveConfig.model_validate(deployment.user_config).drafter == config.drafter
+    assert LiveConfig.model_validate(deployment.user_config).drafter == (FOLLOW if config.registry else config.drafter)
     assert file.name in file.read_text().splitlines()[0], "its first line says how to deploy it"
 
 
