@@ -2,8 +2,8 @@
 
 A drafter of GSM8K serves; clients ask maths, then programming tasks, then Russian. After each shift `redistill` makes a
 challenger of the logged traffic, the gate decides, and the endpoint swaps while the streams go on. Then what must not
-do harm: two poisoned windows, and a drafter that looks well in the registry and drafts badly (`drill_faults.py`). At the
-end the static drafter and the loop's last one are measured side by side on held-out prompts. Everything lies in the
+do harm: two poisoned windows, and a drafter that looks well in the registry and drafts badly (`drill_faults.py`). In the
+end the static drafter and the loop's last one are measured side by side on held-out prompts. All of it lies in the
 output folder: drill.json, drill.svg, drill.md.
 """
 
@@ -175,7 +175,8 @@ class _Drill:
     def bad_live(self) -> None:
         """A version with a good evaluation and bad weights is promoted by hand; service takes it back by itself."""
         before = self._registry.champion()
-        assert before is not None and before.version is not None
+        assert before is not None
+        assert before.version is not None
         bad = publish_bad(self._registry, before.version, self._config.output / "bad-live")
         self._registry.promote(bad, by="draftloop drill", why="its evaluation is good", expected=before)
         self._note("promoted", f"{bad}, which drafts badly")

@@ -1,4 +1,4 @@
-"""What a drill shows: answers and events in; live tau and tokens/s over time as a plot, and a table of its phases out."""
+"""What a drill shows: answers and events in; live tau and tokens/s as a plot, and a table of its phases out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from cluster.drill_traffic import Reply, acceptance_of
 WINDOW_S = 20.0  # over which live figures are taken
 PHASE_COLOURS = ("#e8eef7", "#f7efe0", "#eaf5ea")
 EVENT_COLOURS = {
-    "promoted": "#1a7f37", "rejected": "#b35900", "rolled back": "#b00020", "serving": "#0b5cad", "redistill": "#777777",
+    "promoted": "#1a7f37", "rejected": "#b35900", "rolled back": "#b00020", "serving": "#0b5cad",
+    "redistill": "#777777",
 }  # fmt: skip
 
 

@@ -47,7 +47,8 @@ class Traffic:
         self._base_url, self._model, self._max_tokens, self._started = base_url, model, max_tokens, started
         self._lock = threading.Lock()
         self._replies: list[Reply] = []
-        self._phase, self._prompts = "", iter(())  # type: tuple[str, Iterator[list[dict[str, Any]]]]
+        self._phase = ""
+        self._prompts: Iterator[list[dict[str, Any]]] = iter(())
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._keep_asking, daemon=True) for _ in range(concurrency)]
 
@@ -91,7 +92,8 @@ class Traffic:
 
     def _ask(self, client: Any, phase: str, messages: list[dict[str, Any]]) -> Reply:
         begun = last = time.monotonic()
-        gap, tokens, spec = 0.0, 0, {}
+        gap, tokens = 0.0, 0
+        spec: dict[str, Any] = {}
         stream = client.chat.completions.create(
             model=self._model, messages=messages, temperature=0, max_tokens=self._max_tokens, stream=True,
             stream_options={"include_usage": True},

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from drafters.atomic_files import AtomicFolder
 from drafters.checkpoint import read_config
-from drafters.registry import Change, ChampionChangedError, Registry, Version
+from drafters.registry import ChampionChangedError, Change, Registry, Version
 from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import Target, load_target
 from pipelines.gate import GatePrompt, GateReport, regression_prompts, run_gate
@@ -166,7 +166,7 @@ class _Run:
                 rollout_weights=tuple(sets.values()),
                 output=self._folder.challenger,
                 init_from=champion.uri if champion else None,
-                **({} if champion else {"kind": config.kind}),
+                kind="recursive" if champion else config.kind,  # the first is what a run says that goes on from another
                 steps=config.steps,
                 num_workers=config.num_workers,
                 cpus_per_worker=config.cpus_per_worker,
@@ -199,18 +199,19 @@ class _Run:
         """Gate, publish, promote or reject; once more, if the champion changed meanwhile."""
         for _ in range(MOST_GATES):
             champion = self._registry.champion()
+            previous = champion.version if champion else None
             gate = self._gate(selection, champion)
             self._lease.check()
             version = self._publish(champion, gate)
             if not gate.passed:
                 self._registry.reject(version.name, by=self._by, why=gate.reason(), report=gate.as_json())
-                return self._end("rejected", gate.reason(), version.name, champion and champion.version, gate)
+                return self._end("rejected", gate.reason(), version.name, previous, gate)
             try:
                 self._registry.promote(version.name, by=self._by, why=gate.reason(), expected=champion)
             except ChampionChangedError as error:
                 self._say(f"{error}: the challenger is held against the new one")
                 continue
-            return self._end("promoted", gate.reason(), version.name, champion and champion.version, gate)
+            return self._end("promoted", gate.reason(), version.name, previous, gate)
         raise RedistillError(f"the champion changed {MOST_GATES} times during the gate; run the same command again")
 
     def _gate(self, selection: Selection, champion: Change | None) -> GateReport:

@@ -140,7 +140,9 @@ def test_whichever_comes_first_and_the_cron_expression_asks_no_source():
         raise OSError("the log is away")
 
     config = TriggerConfig(cron="0 * * * *", min_rows=1)
-    found = Sources(new_rows=broken, live_tau=lambda s: {}, champion=lambda: None, done_until=lambda: None, begins=lambda: None)
+    found = Sources(
+        new_rows=broken, live_tau=lambda s: {}, champion=lambda: None, done_until=lambda: None, begins=lambda: None
+    )
     assert asked(config, START + timedelta(hours=1), sources=found).trigger == "cron"
     with pytest.raises(OSError, match="the log is away"):
         asked(config, START + timedelta(minutes=30), sources=found)

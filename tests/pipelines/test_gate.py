@@ -243,7 +243,10 @@ def test_a_regression_set_has_the_categories_of_its_file(target, tmp_path: Path)
         ({"batch": 0}, "batch is 0; give at least 1"),
         ({"margin": -0.1}, "margin is -0.1; give a share"),
         ({"min_prompts": 1}, "min_prompts is 1; give at least 2"),
-        ({"speed_tolerance": 0.2, "most_speed_tolerance": 0.1}, "most_speed_tolerance is 0.1; give speed_tolerance, 0.2, or more"),
+        (
+            {"speed_tolerance": 0.2, "most_speed_tolerance": 0.1},
+            "most_speed_tolerance is 0.1; give speed_tolerance, 0.2, or more",
+        ),
     ],
 )
 def test_a_config_that_cannot_work_names_the_mend(change, says):

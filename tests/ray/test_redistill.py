@@ -71,7 +71,8 @@ def test_a_window_on_s3_becomes_a_champion_that_beats_its_parent(
     assert (report.verdict, report.previous) == ("promoted", first.name), report.why
     assert (report.counts["read"], report.counts["training"] + report.counts["held_out"]) == (60, 60)
     champion = registry.champion()
-    assert champion is not None and champion.version == report.window == report.version
+    assert champion is not None
+    assert champion.version == report.window == report.version
     version = registry.version(report.window)
     assert version.parent == first.name
     assert version.evaluation["gate"]["passed"]

@@ -75,7 +75,8 @@ def test_a_drafter_without_room_is_refused_with_its_figures(toy_target_dir, tmp_
     actor = DrafterActor(link.keys, b"peer", settings(toy_target_dir))
     try:
         said = actor.load("session", str(drafter)).memory
-        assert said.startswith("drafter ") and "2 slots x 64 tokens" in said
+        assert said.startswith("drafter ")
+        assert "2 slots x 64 tokens" in said
         monkeypatch.setattr(drafter_actor, "available_bytes", lambda device: 1000)
         with pytest.raises(DrafterMemoryError, match=r"does not fit .*0 MB are free\); give fewer num_slots"):
             actor.load("other", str(drafter))
