@@ -27,7 +27,7 @@ def of_manifests() -> list[str]:
     found = []
     for file in sorted((ROOT / "cluster" / "kuberay").glob("*.yaml")):
         text = " ".join(file.read_text().replace("\\\n", " ").split())
-        found += re.findall(r"draftloop \w+(?: --[\w-]+ (?:\S+|\"\$\(.*?\)\"))+", text)
+        found += re.findall(r"draftloop \w+(?: --[\w-]+(?: [^\s\"]+)?)+", text)
     return found
 
 
