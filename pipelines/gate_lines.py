@@ -150,7 +150,7 @@ def speed_line(batches: Sequence[BatchTimes], config: GateConfig) -> GateLine:
     before = [batch.speed("champion") for batch in batches] if has_champion else [1.0] * len(batches)
     ratios = [batch.speed("challenger", over="champion" if has_champion else "plain") for batch in batches]
     ratio, noise = statistics.median(ratios), _noise_of_median(ratios)
-    tolerance = max(config.speed_tolerance, noise) if has_champion else 0.0
+    tolerance = min(max(config.speed_tolerance, noise), config.most_speed_tolerance) if has_champion else 0.0
     telling = noise <= config.most_speed_tolerance
     passed = telling and (ratio >= 1 - tolerance if has_champion else ratio > 1)
     says = f"{_spread(speeds)} against {_spread(before) if has_champion else f'1.00 of {PLAIN}'}"
