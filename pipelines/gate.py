@@ -98,12 +98,12 @@ def run_gate(
     """
     paths: dict[Way, Path] = {} if champion is None else {"champion": champion}
     paths["challenger"] = challenger
-    loaded = _load(paths, target, config.device)
+    loaded = _load(paths, target)
     if isinstance(loaded, GateLine):
         return _report(paths, [loaded], {}, config)
     sets = _usable(target, held_out, regression, config, loaded.spare(config))
     figures: dict[str, Any] = {"held_out": str(sets[0]), "regression": str(sets[1])}
-    lines = enough_prompts(len(sets[0].prompts), len(sets[1].prompts), config)
+    lines = enough_prompts(*sets, config)
     if lines:
         return _report(paths, lines, figures, config)
     found = _measure(target, paths, loaded, sets, config, on_progress)
@@ -136,12 +136,12 @@ def _report(
     )
 
 
-def _load(paths: dict[Way, Path], target: Target, device: str) -> _Loaded | GateLine:
+def _load(paths: dict[Way, Path], target: Target) -> _Loaded | GateLine:
     """A failed line for the first drafter that is none of this target's."""
     taps: set[int] = set()
     for way, path in paths.items():
         try:
-            module = load_module(path, target.path, device=device)
+            module = load_module(path, target.path)
         except Exception as error:  # a folder that is broken in whatever way must not serve, and that is a verdict
             return _cannot_load(way, error)
         taps |= set(module.config.target_layer_ids)
@@ -195,7 +195,7 @@ def _measure(
     both = SideBySide(engine, drafters, config.max_new_tokens)
     fresh, times = both.decode(held_out, config.batch, on_batch)
     frozen, _ = both.decode(regression, config.batch, on_batch)
-    parity = both.parity(loaded.module, fresh, config.parity_prompts)
+    parity = both.parity(loaded.module.to(config.device), fresh, config.parity_prompts)
     return _Measured(
         held_out=fresh,
         regression=frozen,

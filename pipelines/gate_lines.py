@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from pipelines.gate_config import GateConfig
 from pipelines.gate_decoding import BatchTimes, PartedAnswer, PromptResult, Way
+from pipelines.gate_prompts import UsablePrompts
 from pipelines.gate_report import PLAIN, GateLine
 from pipelines.paired_bootstrap import PLAIN_ROUNDS, Pair, TauGain, tau_gain, with_rounds
 from pipelines.parity import ParityResult
@@ -28,15 +29,15 @@ def failed_line(name: str, says: str) -> GateLine:
     return GateLine(name=name, champion=None, challenger=None, threshold=None, passed=False, says=says)
 
 
-def enough_prompts(held_out: int, regression: int, config: GateConfig) -> list[GateLine]:
+def enough_prompts(held_out: UsablePrompts, regression: UsablePrompts, config: GateConfig) -> list[GateLine]:
     """A failed line for each set that is too small to decide on, which is known before anything is decoded."""
     return [
-        failed_line(name, f"too few prompts to decide: {count} of the {least} that are needed; give more")
-        for name, count, least in (
+        failed_line(name, f"too few to decide: {usable}, {least} are needed; give more")
+        for name, usable, least in (
             (HELD_OUT, held_out, config.min_prompts),
             (REGRESSION, regression, config.min_category_prompts),
         )
-        if count < least
+        if len(usable.prompts) < least
     ]
 
 
@@ -84,7 +85,7 @@ def regression_lines(results: Sequence[PromptResult], config: GateConfig) -> lis
         note = f"; too few prompts to judge by themselves: {names}"
     whole = [result for group in groups.values() for result in group]
     if len(whole) < least:
-        return [failed_line(REGRESSION, f"too few prompts to decide: {len(whole)} with rounds, {least} are needed")]
+        return [failed_line(REGRESSION, f"too few to decide: {len(whole)} prompts with rounds, {least} are needed")]
     lines = [_regression_line(REGRESSION, whole, note, config)]
     if len(groups) > 1:
         lines += [_regression_line(f"{REGRESSION}, {name}", part, "", config) for name, part in parts.items()]
@@ -149,7 +150,7 @@ def speed_line(batches: Sequence[BatchTimes], config: GateConfig) -> GateLine:
     before = [batch.speed("champion") for batch in batches] if has_champion else [1.0] * len(batches)
     ratios = [batch.speed("challenger", over="champion" if has_champion else "plain") for batch in batches]
     ratio, noise = statistics.median(ratios), _noise_of_median(ratios)
-    tolerance = max(config.speed_tolerance, noise) if has_champion else 0.0
+    tolerance = min(max(config.speed_tolerance, noise), config.most_speed_tolerance) if has_champion else 0.0
     telling = noise <= config.most_speed_tolerance
     passed = telling and (ratio >= 1 - tolerance if has_champion else ratio > 1)
     says = f"{_spread(speeds)} against {_spread(before) if has_champion else f'1.00 of {PLAIN}'}"

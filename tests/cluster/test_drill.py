@@ -77,7 +77,8 @@ def test_what_people_see_has_the_figures():
 
 
 def test_poisoned_logs_have_the_requests_and_other_answers(tmp_path: Path):
-    log = write_log(tmp_path / "log", [replace(row(i), response_ids=[*range(i, i + 40)]) for i in range(12)])
+    log = tmp_path / "log"
+    write_log(log, [replace(row(i), response_ids=[*range(i, i + 40)]) for i in range(12)])
     before = select(str(log), WINDOW, ORIGIN).training
     for kind in POISONS:
         found = select(str(poison(log, tmp_path / kind, kind)), WINDOW, ORIGIN)

@@ -100,7 +100,7 @@ def test_small_categories_are_judged_together():
 def test_a_set_without_categories_is_one_line_and_a_tiny_one_no_decision():
     assert verdicts(regression_lines(prompts(9, 200, 200), CONFIG)) == {"": True}
     [line] = regression_lines([*prompts(7, 200, 200), result(0, 0, rounds=0)], CONFIG)
-    assert (line.passed, line.says) == (False, "too few prompts to decide: 7 with rounds, 8 are needed")
+    assert (line.passed, line.says) == (False, "too few to decide: 7 prompts with rounds, 8 are needed")
 
 
 # -- speed ------------------------------------------------------------------------------------------------------------
