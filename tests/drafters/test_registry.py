@@ -533,6 +533,21 @@ def test_a_prune_that_comes_between_stops_a_promotion(
     assert done[1] == ["d", "e"]
 
 
+def test_a_name_that_a_prune_took_while_it_was_published_twice_is_refused(
+    registry: Registry, drafter: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def publish_and_prune() -> None:
+        Registry(registry.uri).publish(drafter, name="a")
+        with pytest.MonkeyPatch.context() as killed:
+            killed.setattr(registry_versions.VersionFolders, "remove", lambda self, name: None)
+            Registry(registry.uri).prune(keep=0)
+
+    between(monkeypatch, publish_and_prune)
+    with pytest.raises(RegistryError, match=r"version a was removed on .*; publish its drafter under another name"):
+        registry.publish(drafter, name="a")
+    assert registry.versions() == []
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_happens_at_a_time_the_champion_is_there(registry: Registry, drafter: Path, seed: int):
     fill(registry, drafter, *"abcd")
