@@ -20,6 +20,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +52,7 @@ class LeaseRecord:
     since: datetime  # UTC, when its holder got it
     at: datetime  # UTC, when this record was begun, by the holder's clock
     ttl_s: float
+    process: str = ""  # of the holder: its machine since its start, its process id; "" where the system does not tell
     released: bool = False
 
     def __str__(self) -> str:
@@ -59,6 +61,19 @@ class LeaseRecord:
     def is_long_dead(self, now: datetime) -> bool:
         """Whether its holder has been silent for so long that nobody needs to watch it, whatever the clocks."""
         return not self.released and (now - self.at).total_seconds() > self.ttl_s + CLOCKS_S
+
+    def is_gone_here(self) -> bool:
+        """Whether its holder was a process of this machine that is no more: nobody needs to wait for it."""
+        machine, _, number = self.process.rpartition(" ")
+        if not machine or machine != _this_process().rpartition(" ")[0]:
+            return False
+        try:
+            os.kill(int(number), 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # another user's
+            pass
+        return False
 
     def as_json(self) -> bytes:
         fields = asdict(self) | {"since": self.since.isoformat(), "at": self.at.isoformat()}
@@ -86,9 +101,9 @@ class RunLease:
     """The lease of a folder, held from `with` to its end, and renewed by a thread meanwhile.
 
     Raises LeaseHeldError when another holds it, which takes up to a third of the holder's `ttl_s` to see, and takes it
-    over from one that is dead, after its `ttl_s` at the latest. `owner` is for people. A holder that was suspended, or
-    kept from its file server, for longer than `ttl_s` has lost the lease: call `check` before what must not be done by
-    two.
+    over from one that is dead: at once from a killed process of this machine, else after its `ttl_s` at the latest.
+    `owner` is for people. A holder that was suspended, or kept from its file server, for longer than `ttl_s` has lost
+    the lease: call `check` before what must not be done by two.
     """
 
     def __init__(self, folder: AtomicFolder, owner: str, ttl_s: float = TTL_S):
@@ -163,7 +178,7 @@ class RunLease:
     def _await_silence(self, seen: LeaseRecord) -> LeaseRecord:
         """The record after which its holder said no more, or gave the lease back. Raises LeaseHeldError."""
         began = time.monotonic()
-        if seen.is_long_dead(datetime.now(UTC)):
+        if seen.is_long_dead(datetime.now(UTC)) or seen.is_gone_here():
             return seen
         while time.monotonic() - began < seen.ttl_s:
             time.sleep(min(seen.ttl_s / 10, 1.0))
@@ -181,8 +196,9 @@ class RunLease:
         now = datetime.now(UTC)
         since = self._record.since if self._record else now
         return LeaseRecord(
-            number=number + 1, owner=self.owner, token=self._token, since=since, at=now, ttl_s=self.ttl_s
-        )
+            number=number + 1, owner=self.owner, token=self._token, since=since, at=now, ttl_s=self.ttl_s,
+            process=_this_process(),
+        )  # fmt: skip
 
     def _claim(self, record: LeaseRecord) -> bool:
         """Create the record, and see whether that makes the lease ours."""
@@ -207,6 +223,16 @@ class RunLease:
     def _remove(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._folder.fs.rm_file(self._folder.path(_name(number)))
+
+
+def _this_process() -> str:
+    """What tells this process from all others, also of other machines and containers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+    return f"{boot} {namespace} {os.getpid()}"
 
 
 def _name(number: int) -> str:

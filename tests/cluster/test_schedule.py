@@ -192,7 +192,7 @@ def test_a_run_that_takes_too_long_is_stopped(tmp_path: Path):
 
 
 def test_a_window_that_was_run_by_hand_is_where_the_next_begins(world: World):
-    world.done = BEGIN
+    world.done = world.used = BEGIN
     world.at(13, 0)
     assert world.submitted() == ["redistill-20261130T123000Z-20261130T125500Z"]
 
