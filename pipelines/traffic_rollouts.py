@@ -42,7 +42,7 @@ class TrafficRolloutsConfig:
 
     category: str = "traffic"  # of all rows
     min_agreement: float = 0.9  # share of a greedy response's tokens that the target must give itself
-    near_tie: float = 0.5  # logits that such a token may lie below the target's best
+    near_tie: float = 0.25  # logits that such a token may lie below the target's best
     rows_per_shard: int = 64  # per Parquet file, the unit of resuming
     target: str  # as it is named: nodes without the driver's folder look for it
     chat_options: ChatOptions = field(default_factory=ChatOptions)  # what it was served with

@@ -177,7 +177,11 @@ def test_foreign_answers_are_left_out_by_name_and_many_refuse_the_window(
     assert rejects(write_rollouts(given, target, str(tmp_path / "c"), lenient)) == {}
 
 
-def test_agreement_is_counted_token_by_token(rows: list[TrafficRow], target: Target):
+@pytest.mark.parametrize("pass_rows", [512, 7])
+def test_agreement_is_counted_token_by_token(
+    rows: list[TrafficRow], target: Target, pass_rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(traffic_prefill, "PASS_ROWS", pass_rows)
     backend = build_engine(target.path, backend="torch", num_slots=3, max_len=128, target_layer_ids=LAYERS).backend
 
     def agreed(*answers: TrafficRow, near_tie: float = 0.0) -> list[int]:
@@ -250,7 +254,7 @@ def test_it_goes_on_where_it_stopped_and_never_with_other_rows(rows: list[Traffi
 
     refused("traffic_sha256 was", [*rows[:9], altered(rows[9], 3)])
     refused("rows was 10, now 9", rows[:9])
-    refused("near_tie was 0.5, now 0.1", near_tie=0.1)
+    refused("near_tie was 0.25, now 0.1", near_tie=0.1)
     refused("target_layer_ids was", target_layer_ids=(1,))
     assert files(part) == files(whole)
 

@@ -169,7 +169,7 @@ def test_a_prompt_occurs_so_often_and_an_answer_once(tmp_path: Path):
     same = {"prompt_ids": [9, 9]}
     write_log(tmp_path, [row(n, **same, response_ids=[n % 5, 1, 2, 3]) for n in range(10)], writer="a")
     write_log(tmp_path, [row(n, **same, response_ids=[n, 1, 2, 3]) for n in (2, 7)], writer="b")  # after a's
-    write_log(tmp_path, [row(20, prompt_ids=[9], response_ids=[9, 1, 1, 2, 3])])  # the same tokens, divided elsewhere
+    write_log(tmp_path, [row(20, prompt_ids=[9], response_ids=[9, 0, 1, 2, 3])])  # the same tokens, divided elsewhere
     found = chosen(tmp_path, max_per_prompt=3)
     # b's shard is older: it ends before a's
     assert [r.response_ids[0] for r in found.training] == [0, 2, 7, 9]
