@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import signal
 import sys
 import threading
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +18,7 @@ from zoneinfo import ZoneInfo
 import typer
 import yaml
 
-from cluster.command import JsonOption, TargetOption, console, end, fail, given, one_line_errors
+from cluster.command import JsonOption, TargetOption, console, fail, given, one_line_errors
 from cluster.run_file import RunOption
 
 STOP_WAIT_S = 90.0  # a look of the schedule may be under way, and a file server take its time
@@ -161,7 +163,11 @@ def _status(work: str, as_json: bool) -> None:
     seen = read_schedule(work)
     if seen is None:
         fail(f"there never was a schedule in {work}; give the --work of draftloop schedule", 1)
-    end(seen, schedule_view, as_json, f"draftloop schedule --stop --work {work}")
+    if as_json:
+        print(json.dumps(asdict(seen)))
+        return
+    console.print(schedule_view(seen))
+    _print(f"next: draftloop schedule --stop --work {work}")
 
 
 def _stop(work: str) -> None:

@@ -127,6 +127,19 @@ def test_one_that_dies_before_it_submits_submits_the_same_window_later(world: Wo
     assert world.submitted() == [ONE]
 
 
+def test_one_that_is_killed_between_its_decision_and_its_submission(world: World, monkeypatch: pytest.MonkeyPatch):
+    def die(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(world.jobs, "submit", die)
+    with pytest.raises(KeyboardInterrupt):
+        world.at(13, 0)
+    monkeypatch.undo()
+    world.start()
+    world.at(13, 20)
+    assert world.submitted() == [ONE]
+
+
 def test_a_cluster_that_was_started_anew_gets_the_same_window(world: World):
     world.at(13, 0)
     world.jobs.jobs.clear()  # it has forgotten its jobs

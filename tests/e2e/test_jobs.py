@@ -16,6 +16,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors
 
 from benchmarks.serve_cluster import free_port, quick_to_notice_deaths
+from cluster.job_submission import Job, RayJobs, submit_once
 from pipelines.rollout_store import open_rollouts
 
 pytestmark = pytest.mark.ray
@@ -120,3 +121,17 @@ def test_a_node_that_dies_costs_nothing(jobs: Jobs, work: Path):
     jobs.wait(job)
     before, after = (open_rollouts(uri).manifest.shards for uri in (f"{work}/rollouts", disturbed))
     assert [s.sha256 for s in after] == [s.sha256 for s in before]
+
+
+def test_a_job_server_s_own_words_for_a_job(jobs: Jobs):
+    """What the schedule goes by: an id that nobody submitted, one that exists, why a job failed."""
+    server = RayJobs(jobs.address)
+    assert server.job("redistill-x") is None
+    command = [sys.executable, "-c", "raise SystemExit('error: no rows; log more')"]
+    for _ in range(2):
+        submit_once(server, "redistill-x", command)
+    deadline = time.monotonic() + DEADLINE_S
+    while (job := server.job("redistill-x")) is None or job.status in ("PENDING", "RUNNING"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert job == Job(status="FAILED", message="error: no rows; log more")

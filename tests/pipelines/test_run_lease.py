@@ -21,7 +21,7 @@ from tests.conftest import S3_PORTS
 from tests.s3_server import BUCKET, S3Server
 
 ROOT = Path(__file__).parent.parent.parent
-CONTENDERS = 16
+CONTENDERS = 12
 LONG_S = 600.0  # nothing runs out within a test
 SHORT_S = 0.6  # waited for in full where a holder is dead
 
