@@ -28,7 +28,7 @@ from pipelines.traffic_selection import Selection, TrafficWindow, WindowError, l
 from pipelines.traffic_window import select
 from pipelines.train import train
 from pipelines.train_config import TrainConfig
-from pipelines.window_folder import START, TRAINING, WindowFolder, interrupted, next_begin, used_windows
+from pipelines.window_folder import START, TRAINING, WindowFolder, interrupted, known_windows, next_begin, used_windows
 from serving.chat_options import ChatTemplate
 from serving.traffic_schema import TrafficMetadata
 
@@ -54,21 +54,27 @@ def redistill(config: RedistillConfig, on_stage: OnStage | None = None) -> Redis
 
 
 def next_window(config: RedistillConfig, now: datetime | None = None) -> TrafficWindow:
-    """The window that a run with these options works on: a given one, an interrupted one, or the next.
+    """The window that a run with these options works on: one that was begun, or the next.
 
     Raises RedistillError if there is none.
     """
     now = now or datetime.now(UTC)
     until = (config.until or now).astimezone(UTC).replace(microsecond=0)
-    begun = interrupted(config.work)
-    if begun is not None and config.since is None and config.until in (None, begun.window.until):
-        return begun.window
+    if config.since is None and (before := _begun(config.work, config.until)) is not None:
+        return before.window
     if until > now:
         raise RedistillError(f"until is {until.isoformat()}, which is not over yet; give a time in the past")
     since = (config.since or next_begin(config.work)).astimezone(UTC).replace(microsecond=0)
     if since >= until:
         raise RedistillError(f"the window of {since.isoformat()} to {until.isoformat()} is empty; give a later until")
     return TrafficWindow(since=since, until=until)
+
+
+def _begun(work: str, until: datetime | None) -> WindowFolder | None:
+    """The window that ends then, done or not; without an end one that was interrupted."""
+    if until is None:
+        return interrupted(work)
+    return next((folder for folder in reversed(known_windows(work)) if folder.window.until == until), None)
 
 
 class _Run:
