@@ -188,9 +188,9 @@ def drill(
     ] = None,
     replay: Annotated[str | None, typer.Option(help="Rollouts that it was trained on.")] = None,
     questions: Annotated[int, typer.Option(min=8, max=800, help="GSM8K questions to train the first one on.")] = 400,
-    answers: Annotated[int, typer.Option(min=20, help="To each kind of traffic before the loop runs.")] = 160,
-    answers_after: Annotated[int, typer.Option(min=1, help="And after it.")] = 60,
-    concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 4,
+    answers: Annotated[int, typer.Option(min=20, help="To each kind of traffic before the loop runs.")] = 120,
+    answers_after: Annotated[int, typer.Option(min=1, help="And after it.")] = 40,
+    concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 2,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
 ) -> None:
     """The closed loop, watched: traffic shifts, tau falls, a challenger is trained, gated, promoted and served."""

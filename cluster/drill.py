@@ -42,8 +42,10 @@ from serving.traffic_log import TrafficLogConfig
 
 PHASES = ("gsm8k_test", "mbpp", "russian")  # the first is what the drafter was trained for
 HELD_OUT = 20  # the last prompts of a set: no client asks them
+GATE_TOKENS = 64  # of each of the gate's answers
 LOOK_EVERY_S = 0.5  # at what the endpoint serves
 FLUSH_S = 2.0  # until an answer is in the log
+CALM_PAUSE_S = 6.0  # of a client between two questions while redistill works
 
 
 class DrillError(RuntimeError):
@@ -59,10 +61,10 @@ class DrillConfig:
     drafter: Path | None = None  # of GSM8K; None: one is trained
     replay: str | None = None  # its rollouts; None: those that are made for it
     questions: int = 400  # GSM8K questions that it is trained on
-    answers: int = 160  # per phase, before the loop runs
-    answers_after: int = 60  # per phase, after it
+    answers: int = 120  # per phase, before the loop runs
+    answers_after: int = 40  # per phase, after it
     max_tokens: int = 96
-    concurrency: int = 4
+    concurrency: int = 2
     epochs: float = 4.0  # of a challenger
     deadline_s: float = 1800.0  # for anything that is waited for
     port: int = 8000
@@ -114,7 +116,8 @@ class _Drill:
         config = self._config
         served = ServeConfig(
             target=config.target,
-            registry=RegistryFollowing(uri=self._registry.uri, poll_s=2.0, observe_s=20.0),
+            # tau before the swap is that of this phase alone: max_observe_s must not reach back over a shift
+            registry=RegistryFollowing(uri=self._registry.uri, poll_s=2.0, observe_s=20.0, max_observe_s=60.0),
             traffic_log=TrafficLogConfig(uri=str(config.output / "traffic"), flush_interval_s=FLUSH_S),
             num_slots=config.concurrency,
             max_len=1024,
@@ -145,7 +148,9 @@ class _Drill:
             return
         time.sleep(3 * FLUSH_S)  # the log is a little behind
         self._note("redistill", f"redistill on {name}")
+        self.traffic.pause_s = CALM_PAUSE_S  # training, gate and endpoint share this machine's cores
         report = redistill(self._redistill_config(), self._stage.say)
+        self.traffic.pause_s = 0.0
         self.reports.append(report)
         self._note(report.verdict, report.why)
         if report.verdict == "promoted":
@@ -203,11 +208,12 @@ class _Drill:
             min_rows=min(60, config.answers // 2),
             replay=tuple(self._replay),
             regression=(PHASES[0],),
-            regression_limit=24,
-            held_out_limit=32,
+            regression_limit=20,
+            held_out_limit=24,
             window=WindowConfig(held_out=0.2),
             steps=StepConfig(epochs=config.epochs, learning_rate=1e-3),
-            gate=GateConfig(max_new_tokens=config.max_tokens, regression_tolerance=0.1),
+            # S is measured beside a service that takes what it can get of the same cores
+            gate=GateConfig(max_new_tokens=GATE_TOKENS, regression_tolerance=0.1, most_speed_tolerance=0.5),
         )
 
     def _phase_began(self) -> datetime:

@@ -49,6 +49,7 @@ class Traffic:
         self._replies: list[Reply] = []
         self._phase = ""
         self._prompts: Iterator[list[dict[str, Any]]] = iter(())
+        self.pause_s = 0.0  # of a client between two questions
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._keep_asking, daemon=True) for _ in range(concurrency)]
 
@@ -89,6 +90,7 @@ class Traffic:
                 self._over.wait(0.5)  # an endpoint that is gone is not asked a thousand times
             with self._lock:
                 self._replies.append(reply)
+            self._over.wait(self.pause_s)
 
     def _ask(self, client: Any, phase: str, messages: list[dict[str, Any]]) -> Reply:
         begun = last = time.monotonic()
