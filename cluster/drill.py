@@ -205,6 +205,7 @@ class _Drill:
             registry=self._registry.uri,
             work=str(config.output / "redistill"),
             since=self._phase_began(),
+            settle_s=FLUSH_S,
             min_rows=min(60, config.answers // 2),
             replay=tuple(self._replay),
             regression=(PHASES[0],),

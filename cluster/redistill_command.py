@@ -47,7 +47,10 @@ def redistill(
         str | None,
         typer.Option(help="Requests from then on: an ISO time with its zone.", show_default="the last window's end"),
     ] = None,
-    until: Annotated[str | None, typer.Option(help="Requests before then.", show_default="now")] = None,
+    until: Annotated[str | None, typer.Option(help="Requests before then.", show_default="--settle-minutes ago")] = None,
+    settle_minutes: Annotated[
+        float, typer.Option(min=0, help="Without --until: so long must an answer's way into the log take at most.")
+    ] = 5.0,
     min_rows: Annotated[int, typer.Option(help="Fewer usable requests wait for the next window.")] = 200,
     held_out: Annotated[float, typer.Option(help="Share of the requests, the newest, that only the gate sees.")] = 0.1,
     max_rows: Annotated[int, typer.Option(help="Requests to learn from, spread over the window.")] = 20_000,
@@ -68,6 +71,7 @@ def redistill(
     held_out_limit: Annotated[int, typer.Option(help="Held-out prompts that are decoded, the newest.")] = 64,
     margin: Annotated[float, typer.Option(help="Share by which tau must be better on held-out traffic.")] = 0.02,
     regression_tolerance: Annotated[float, typer.Option(help="Share by which tau may fall on those prompts.")] = 0.05,
+    speed_tolerance: Annotated[float, typer.Option(help="Share by which S may fall.")] = 0.03,
     max_new_tokens: Annotated[int, typer.Option(help="Of each of the gate's answers.")] = 128,
     num_draft_tokens: Annotated[int, typer.Option(help="Gate: drafts per round; depth of a tree.")] = 5,
     tree_nodes: Annotated[int, typer.Option(min=0, help="Gate: nodes of a draft tree; 0: chains.")] = 7,
@@ -94,14 +98,15 @@ def redistill(
 
         config = RedistillConfig(
             target=target, traffic=traffic, registry=registry, work=work, since=time_option(since),
-            until=time_option(until), min_rows=min_rows, replay=tuple(replay or ()), replay_windows=replay_windows,
+            until=time_option(until), settle_s=60 * settle_minutes, min_rows=min_rows, replay=tuple(replay or ()), replay_windows=replay_windows,
             replay_share=replay_share, regression=tuple(regression), regression_limit=regression_limit,
             held_out_limit=held_out_limit, dtype=dtype, batch=batch, num_actors=least_most(num_actors),
             num_workers=num_workers, use_gpu=gpu, chat_options=ChatOptions.read(chat_template, system, thinking),
             window=WindowConfig(held_out=held_out, max_rows=max_rows),
             steps=StepConfig(epochs=epochs, learning_rate=learning_rate),
             gate=GateConfig(
-                margin=margin, regression_tolerance=regression_tolerance, max_new_tokens=max_new_tokens,
+                margin=margin, regression_tolerance=regression_tolerance, speed_tolerance=speed_tolerance,
+                most_speed_tolerance=max(0.1, speed_tolerance), max_new_tokens=max_new_tokens,
                 num_draft_tokens=num_draft_tokens, tree_nodes=tree_nodes, dtype=dtype,
                 device="cuda" if gpu else "cpu",
             ),

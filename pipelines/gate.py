@@ -8,7 +8,7 @@ fresh held-out slice, tau on a frozen regression set, S_measured, outputs token 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from pipelines.gate_lines import (
     speed_line,
 )
 from pipelines.gate_prompts import GatePrompt, UsablePrompts, regression_prompts, usable_prompts
-from pipelines.gate_report import GateLine, GateReport
+from pipelines.gate_report import PLAIN, GateLine, GateReport
 from pipelines.parity import EXTRA_ROOM, ParityResult
 from serving.engine.build import build_engine, load_drafter_for
 from serving.engine.engine import Engine, EngineConfig
@@ -98,9 +98,9 @@ def run_gate(
     """
     paths: dict[Way, Path] = {} if champion is None else {"champion": champion}
     paths["challenger"] = challenger
-    loaded = _load(paths, target)
-    if isinstance(loaded, GateLine):
-        return _report(paths, [loaded], {}, config)
+    loaded, told = _load(paths, target)
+    if loaded is None:
+        return _report(paths, told, {}, config)
     sets = _usable(target, held_out, regression, config, loaded.spare(config))
     figures: dict[str, Any] = {"held_out": str(sets[0]), "regression": str(sets[1])}
     lines = enough_prompts(*sets, config)
@@ -112,6 +112,7 @@ def run_gate(
     results = [*found.held_out, *found.regression]
     parted = parted_answers(results, target.path, exact=found.exact, device=config.device)
     lines = [
+        *told,
         held_out_line(found.held_out, config),
         *regression_lines(found.regression, config),
         speed_line(found.times, config),
@@ -136,21 +137,31 @@ def _report(
     )
 
 
-def _load(paths: dict[Way, Path], target: Target) -> _Loaded | GateLine:
-    """A failed line for the first drafter that is none of this target's."""
-    taps: set[int] = set()
-    for way, path in paths.items():
+def _load(paths: dict[Way, Path], target: Target) -> tuple[_Loaded | None, list[GateLine]]:
+    """What is loaded, and a line for each drafter that is none of this target's.
+
+    A challenger that cannot be loaded fails. A champion that cannot leaves `paths`: it would keep out all others.
+    """
+    taps, module, told = set[int](), None, list[GateLine]()
+    for way, path in list(paths.items()):
         try:
             module = load_module(path, target.path)
         except Exception as error:  # a folder that is broken in whatever way must not serve, and that is a verdict
-            return _cannot_load(way, error)
-        taps |= set(module.config.target_layer_ids)
-    return _Loaded(module, taps)  # the challenger's comes last
+            if way == "challenger":
+                return None, [_cannot_load(way, error)]
+            says = f"the champion cannot be loaded: {first_line(error)}; the challenger is held against {PLAIN}"
+            told.append(replace(failed_line(LOADS, says), passed=True, decided=True))
+            del paths[way]
+        else:
+            taps |= set(module.config.target_layer_ids)
+    assert module is not None
+    return _Loaded(module, taps), told  # the challenger's comes last
 
 
 def _cannot_load(way: Way, error: Exception) -> GateLine:
     mend = "" if way == "challenger" else "; roll back or promote another"
-    return failed_line(LOADS, f"the {way} cannot be loaded: {first_line(error)}{mend}")
+    says = f"the {way} cannot be loaded: {first_line(error)}{mend}"
+    return failed_line(LOADS, says, decided=way == "challenger")
 
 
 def _usable(

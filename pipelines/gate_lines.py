@@ -24,9 +24,9 @@ LOSSLESS, PARITY, FALLBACKS, LOADS = "lossless", "served as expected", "no fallb
 MEDIAN_NOISE = 1.96 * 1.253 / 1.349
 
 
-def failed_line(name: str, says: str) -> GateLine:
+def failed_line(name: str, says: str, *, decided: bool = False) -> GateLine:
     """Of a demand for which nothing could be measured."""
-    return GateLine(name=name, champion=None, challenger=None, threshold=None, passed=False, says=says)
+    return GateLine(name=name, champion=None, challenger=None, threshold=None, passed=False, says=says, decided=decided)
 
 
 def enough_prompts(held_out: UsablePrompts, regression: UsablePrompts, config: GateConfig) -> list[GateLine]:
@@ -166,6 +166,7 @@ def speed_line(batches: Sequence[BatchTimes], config: GateConfig) -> GateLine:
         threshold=statistics.median(before) * (1 - tolerance),
         passed=passed,
         says=says,
+        decided=telling,
     )
 
 
@@ -200,8 +201,8 @@ def lossless_line(results: Sequence[PromptResult], parted: Sequence[PartedAnswer
         equal[way], wrong[way] = len(results) - len(found), len(found) - ties[way]
         text = f"{way} {equal[way]} of {len(results)} answers equal to plain decoding"
         parts.append(text if exact else f"{text}, {ties[way]} part at near-ties, {wrong[way]} otherwise")
-    passed = not any(wrong.values())
-    if not passed:
+    passed = not wrong["challenger"]  # one that is wrong already must not keep out what is right
+    if any(wrong.values()):
         parts.append("drafting changed what the target says, a fault of the engine or the backend")
     return GateLine(
         name=LOSSLESS,
@@ -236,11 +237,15 @@ def parity_line(found: ParityResult) -> GateLine:
         threshold=threshold,
         passed=bool(found.passed),
         says=says,
+        decided=found.passed is not None,
     )
 
 
 def fallback_line(fallbacks: Mapping[Way, Mapping[str, int]]) -> GateLine:
-    """No drafter failed in a round while it was measured: its figures would be those of plain decoding."""
+    """The challenger failed in no round while it was measured: its figures would be those of plain decoding.
+
+    A champion that fails is told, and must not keep out one that does not.
+    """
     counts = {way: sum(reasons.values()) for way, reasons in fallbacks.items() if way != "plain"}
     parts = [
         f"{way} fell back to plain decoding, rounds by reason: "
@@ -253,6 +258,6 @@ def fallback_line(fallbacks: Mapping[Way, Mapping[str, int]]) -> GateLine:
         champion=counts.get("champion"),
         challenger=counts["challenger"],
         threshold=0,
-        passed=not parts,
+        passed=not counts["challenger"],
         says="; ".join(parts) or "every round had its drafts",
     )

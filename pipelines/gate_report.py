@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipelines.gate_config import GateError
+
 PLAIN = "plain decoding"  # what a challenger is held against where there is no champion
 
 
@@ -19,6 +21,7 @@ class GateLine:
     threshold: float | None  # what the challenger's figure had to reach, in the same unit
     passed: bool
     says: str  # one line: both figures, what they were measured on, their noise, and what is wrong
+    decided: bool = True  # False: the measurements cannot tell, and more of them might
 
     @property
     def verdict(self) -> str:
@@ -39,6 +42,11 @@ class GateReport:
     def passed(self) -> bool:
         return bool(self.lines) and all(line.passed for line in self.lines)
 
+    @property
+    def decided(self) -> bool:
+        """Whether it passes, or fails for something that is sure."""
+        return self.passed or any(line.decided and not line.passed for line in self.lines)
+
     def reason(self) -> str:
         """One line: every failed demand with its figures; of a challenger that passed, the first one."""
         if self.passed:
@@ -53,12 +61,12 @@ class GateReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> GateReport:
-        """Raises ValueError if these are not a report's values."""
+        """Raises GateError if these are not a report's values."""
         try:
             rest = {key: value for key, value in values.items() if key not in ("passed", "reason", "lines")}
             return cls(lines=tuple(GateLine(**line) for line in values["lines"]), **rest)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no gate report ({error}); hold the gate again") from None
+            raise GateError(f"this is no gate report ({error}); remove it, and the gate is held again") from None
 
     def table(self) -> str:
         """Text in columns: a demand's figures, and what it says below them."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from drafters.atomic_files import AtomicFolder
 from drafters.checkpoint import read_config
 from drafters.registry import ChampionChangedError, Change, Registry, Version
 from drafters.remote_checkpoint import local_checkpoint
-from drafters.target import Target, load_target
-from pipelines.gate import GatePrompt, GateReport, regression_prompts, run_gate
+from drafters.target import Target, load_target, target_fingerprint
+from pipelines.gate import GatePrompt, GateReport, regression_prompts
 from pipelines.gate_lines import HELD_OUT
+from pipelines.gate_task import GateTask, hold_gate
 from pipelines.redistill_config import RedistillConfig, RedistillError, RedistillReport, Verdict
 from pipelines.rollout_store import RolloutError, open_rollouts
 from pipelines.run_lease import RunLease
@@ -28,10 +29,21 @@ from pipelines.traffic_selection import Selection, TrafficWindow, WindowError, l
 from pipelines.traffic_window import select
 from pipelines.train import train
 from pipelines.train_config import TrainConfig
-from pipelines.window_folder import START, TRAINING, WindowFolder, interrupted, known_windows, next_begin, used_windows
+from pipelines.window_folder import (
+    START,
+    TRAINING,
+    WindowFolder,
+    drop_old_rollouts,
+    interrupted,
+    known_windows,
+    next_begin,
+    tie_work,
+    used_windows,
+)
 from serving.chat_options import ChatTemplate
 from serving.traffic_schema import TrafficMetadata
 
+ALIKE = ("target_layer_ids", "target_fingerprint", "tokenizer_hash", "chat_template_hash", "chat_options")  # to replay
 MOST_GATES = 3  # times that a challenger is held against yet another champion before the run gives up
 
 OnStage = Callable[[str], None]
@@ -43,14 +55,18 @@ def redistill(config: RedistillConfig, on_stage: OnStage | None = None) -> Redis
     Raises RedistillError, LeaseHeldError if another run is at work, or the stages' own errors: the same command goes
     on after them.
     """
-    say = on_stage or (lambda line: None)
+    target = load_target(config.target)
+    tie_work(config.work, registry=AtomicFolder(config.registry).uri, target_fingerprint=target_fingerprint(target.path))
     folder = WindowFolder(config.work, next_window(config))
     if (report := folder.report()) is not None:
         return replace(report, repeated=True)
     with RunLease(AtomicFolder(config.registry), f"redistill of {folder.window.id}") as lease:
-        if (report := folder.report()) is not None:  # by a run that we have waited for
+        folder = WindowFolder(config.work, next_window(config))  # a run that we have waited for may have used the other
+        if (report := folder.report()) is not None:
             return replace(report, repeated=True)
-        return _Run(config, folder, say, lease).go()
+        report = _Run(config, target, folder, on_stage or (lambda line: None), lease).go()
+    drop_old_rollouts(config.work, keep=config.replay_windows)
+    return report
 
 
 def next_window(config: RedistillConfig, now: datetime | None = None) -> TrafficWindow:
@@ -59,8 +75,8 @@ def next_window(config: RedistillConfig, now: datetime | None = None) -> Traffic
     Raises RedistillError if there is none.
     """
     now = now or datetime.now(UTC)
-    until = (config.until or now).astimezone(UTC).replace(microsecond=0)
-    if config.since is None and (before := _begun(config.work, config.until)) is not None:
+    until = (config.until or now - timedelta(seconds=config.settle_s)).astimezone(UTC).replace(microsecond=0)
+    if config.since is None and (before := _begun(config.work, until if config.until else None)) is not None:
         return before.window
     if until > now:
         raise RedistillError(f"until is {until.isoformat()}, which is not over yet; give a time in the past")
@@ -80,25 +96,32 @@ def _begun(work: str, until: datetime | None) -> WindowFolder | None:
 class _Run:
     """The stages of one window, in their order."""
 
-    def __init__(self, config: RedistillConfig, folder: WindowFolder, on_stage: OnStage, lease: RunLease):
-        self._config, self._folder, self._say, self._lease = config, folder, on_stage, lease
-        self._target: Target = load_target(config.target)
+    def __init__(
+        self, config: RedistillConfig, target: Target, folder: WindowFolder, on_stage: OnStage, lease: RunLease
+    ):
+        self._config, self._target, self._folder, self._tell, self._lease = config, target, folder, on_stage, lease
         self._registry = Registry(config.registry)
         self._by = f"redistill of {folder.window.id}"
 
     def go(self) -> RedistillReport:
-        if (change := self._promoted_before()) is not None:
-            return self._end("promoted", change.why, change.version, change.previous)
+        if (report := self._decided_before()) is not None:
+            return report
         try:
             selection = self._select()
             if (too_few := self._too_few(selection)) is not None:
                 return self._end(*too_few)
-            champion = self._start()
-            self._read(selection, champion)
+            if self._folder.read(TRAINING) is None:
+                champion = self._start()
+                self._read(selection, champion)
+                self._train(champion)
         except WindowError as error:  # repeated garbage, answers of another target
             return self._end("rejected", str(error))
-        self._train(champion)
         return self._decide(selection)
+
+    def _say(self, line: str) -> None:
+        """A stage begins or ends; one that lost its lease stops here."""
+        self._lease.check()
+        self._tell(line)
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
@@ -120,9 +143,12 @@ class _Run:
     def _too_few(self, selection: Selection) -> tuple[Verdict, str] | None:
         """Little traffic waits for the next window; traffic of which little can be used would wait for ever."""
         usable, need = len(selection.training), self._config.min_rows
-        if usable >= need:
+        held_out, prompts = len(selection.held_out), self._config.gate.min_prompts
+        if usable >= need and held_out >= prompts:
             return None
         why = f"{usable} usable requests for training, {need} are needed"
+        if usable >= need:
+            return "skipped", f"{held_out} held-out prompts, the gate needs {prompts}"
         if selection.read * (1 - self._config.window.held_out) < need:
             return "skipped", why
         reasons = ", ".join(f"{count} {reason}" for reason, count in selection.refused.items())
@@ -130,17 +156,23 @@ class _Run:
 
     def _start(self) -> Version | None:
         """The champion that the challenger begins as, which a run that goes on does not choose anew."""
-        facts = self._folder.read(START)
-        if facts is None:
+        if self._folder.read(START) is None:
             champion = self._registry.champion()
-            facts = {"champion": champion.version if champion else None}
-            self._folder.write(START, facts)
-        return self._registry.version(facts["champion"]) if facts["champion"] else None
+            self._folder.write(START, {"champion": champion.version if champion else None})
+        name = self._parent()
+        return self._registry.version(name) if name else None
+
+    def _parent(self) -> str | None:
+        """The version that the challenger began as."""
+        name: str | None = (self._folder.read(START) or {}).get("champion")
+        return name
 
     def _read(self, selection: Selection, champion: Version | None) -> None:
         """The target reads the requests: rollouts with the features that the champion's kind needs."""
-        taps = read_config(local_checkpoint(champion.uri)).target_layer_ids if champion else None
-        config = self._config
+        config, like = self._config, champion or next(reversed(self._registry.versions()), None)
+        # without a champion, as after a roll-back to plain decoding, those of the registry's other versions: it holds
+        # drafters of the same layers only
+        taps = read_config(local_checkpoint(like.uri)).target_layer_ids if like else None
         self._say(f"features: {config.target} reads {len(selection.training)} answers")
         write_rollouts(
             selection.training,
@@ -161,8 +193,6 @@ class _Run:
 
     def _train(self, champion: Version | None) -> None:
         """The champion goes on with the window's rollouts and older ones."""
-        if self._folder.read(TRAINING) is not None:
-            return
         config, sets = self._config, self._rollout_sets()
         self._say(f"train: {champion.name if champion else 'a fresh drafter'} on {len(sets)} rollout sets")
         report = train(
@@ -197,18 +227,24 @@ class _Run:
                 if uri in self._config.replay:
                     raise
                 continue  # of a window that was rejected before it was read
-            if rollouts.metadata.target_layer_ids == mine.metadata.target_layer_ids:
+            if uri in self._config.replay or all(
+                getattr(rollouts.metadata, name) == getattr(mine.metadata, name) for name in ALIKE
+            ):
                 sizes[uri] = rollouts.manifest.rows
         return {own: 1.0} | replay_weights(mine.manifest.rows, sizes, self._config.replay_share)
 
     def _decide(self, selection: Selection) -> RedistillReport:
         """Gate, publish, promote or reject; once more, if the champion changed meanwhile."""
         for _ in range(MOST_GATES):
+            if (report := self._decided_before()) is not None:
+                return report
             champion = self._registry.champion()
             previous = champion.version if champion else None
             gate = self._gate(selection, champion)
-            self._lease.check()
-            version = self._publish(champion, gate)
+            if not gate.passed and not gate.decided:  # its requests are in the next window too
+                return self._end("skipped", gate.reason(), None, previous, gate)
+            version = self._publish(gate)
+            self._lease.renew()
             if not gate.passed:
                 self._registry.reject(version.name, by=self._by, why=gate.reason(), report=gate.as_json())
                 return self._end("rejected", gate.reason(), version.name, previous, gate)
@@ -224,8 +260,8 @@ class _Run:
         name = f"gate-{champion.number if champion else 0:08d}.json"
         if (known := self._folder.read(name)) is not None:
             return GateReport.from_json(known)
-        config = self._config
-        held_out = [GatePrompt([*map(int, row.prompt_ids)], "traffic") for row in selection.held_out]
+        config, newest = self._config, selection.held_out[-self._config.held_out_limit :]
+        held_out = [GatePrompt([*map(int, row.prompt_ids)], "traffic") for row in newest]
         regression = [
             prompt
             for spec in config.regression
@@ -235,25 +271,32 @@ class _Run:
         ]
         against = champion.version if champion and champion.version else None
         self._say(f"gate: against {against or 'plain decoding'} on the newest {len(held_out)} prompts")
-        gate = run_gate(
-            self._target,
-            local_checkpoint(self._registry.version(against).uri) if against else None,
-            local_checkpoint(self._folder.challenger),
-            held_out[-config.held_out_limit :],
-            regression,
-            config.gate,
+        gate = hold_gate(
+            GateTask(
+                target=config.target,
+                target_path=str(self._target.path.absolute()),
+                target_fingerprint=target_fingerprint(self._target.path),
+                champion=self._registry.version(against).uri if against else None,
+                challenger=self._folder.challenger,
+                held_out=held_out,
+                regression=regression,
+                config=config.gate,
+            ),
+            num_gpus=float(config.use_gpu),
+            while_waiting=self._lease.check,
         )
-        self._folder.write(name, gate.as_json())
+        if gate.decided:
+            self._folder.write(name, gate.as_json())
         return gate
 
-    def _publish(self, champion: Change | None, gate: GateReport) -> Version:
+    def _publish(self, gate: GateReport) -> Version:
         """The challenger as a version that is called like its window: published twice it is the same."""
         window = self._folder.window
         tau = next((line.challenger for line in gate.lines if line.name == HELD_OUT), None)
         return self._registry.publish(
             self._folder.challenger,
             name=window.id,
-            parent=champion.version if champion else None,
+            parent=self._parent(),
             data={
                 "window": window.id,
                 "since": window.since.isoformat(),
@@ -265,10 +308,16 @@ class _Run:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _promoted_before(self) -> Change | None:
-        """The promotion by a run of this window that was killed before it could report."""
+    def _decided_before(self) -> RedistillReport | None:
+        """What a run of this window decided that was killed before it could report, or what others did since."""
         name = self._folder.window.id
-        return next((c for c in self._registry.history() if c.action == "promote" and c.version == name), None)
+        for change in self._registry.history():
+            if change.action == "promote" and change.version == name:
+                return self._end("promoted", change.why, name, change.previous)
+        if (verdict := self._registry.verdict(name)) is not None:
+            gate = GateReport.from_json(verdict["report"])
+            return self._end("rejected", verdict["why"], name, self._parent(), gate)
+        return None
 
     def _end(
         self,

@@ -28,7 +28,8 @@ class RedistillConfig:
     registry: str  # of the target's drafters
     work: str  # folder or s3:// address of the windows' rollouts, challengers and reports
     since: datetime | None = None  # with a time zone; None: where the newest used window ends, at first 1970
-    until: datetime | None = None  # requests before this; None: now, or the end of a run that was interrupted
+    until: datetime | None = None  # requests before this; None: `settle_s` ago, or the end of an interrupted run
+    settle_s: float = 300.0  # that an answer and its way into the log may take: what arrived since waits
     min_rows: int = 200  # fewer usable requests for training are no reason to train: they wait for the next window
     chat_options: ChatOptions = field(default_factory=ChatOptions)  # the service's: other traffic is refused
     replay: tuple[str, ...] = ()  # rollout sets of earlier trainings, so that what they taught is not forgotten
@@ -56,12 +57,19 @@ class RedistillConfig:
             ("replay_windows", self.replay_windows >= 0, "0 or more"),
             ("replay_share", 0 <= self.replay_share < 1, "a share from 0 and below 1"),
             ("regression_limit", self.regression_limit >= 1, "at least 1"),
-            ("held_out_limit", self.held_out_limit >= 1, "at least 1"),
+            ("held_out_limit", self.held_out_limit >= self.least_held_out, f"at least {self.least_held_out}"),
+            ("settle_s", self.settle_s >= 0, "0 or more"),
             ("since", self.since is None or self.since.tzinfo is not None, "a time with its zone"),
             ("until", self.until is None or self.until.tzinfo is not None, "a time with its zone"),
         ):
             if not good:
                 raise RedistillError(f"{name} is {getattr(self, name)}; give {mend}")
+
+
+    @property
+    def least_held_out(self) -> int:
+        """Held-out prompts without which the gate cannot tell anything."""
+        return max(self.gate.min_prompts, self.gate.min_batches * self.gate.batch)
 
 
 @dataclass(frozen=True, kw_only=True)

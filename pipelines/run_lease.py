@@ -34,11 +34,15 @@ KEPT = 8  # records; a listing that is under way while others write must still m
 TRIES = 5  # times that a lease which another gave back meanwhile is tried for again
 
 
-class LeaseHeldError(RuntimeError):
+class LeaseError(RuntimeError):
+    """A lease that cannot be read; one line."""
+
+
+class LeaseHeldError(LeaseError):
     """Another holds the lease; one line: who, since when."""
 
 
-class LeaseLostError(RuntimeError):
+class LeaseLostError(LeaseError):
     """The lease is no longer this run's; one line: why, and who has it."""
 
 
@@ -94,7 +98,7 @@ def lease_record(folder: AtomicFolder) -> LeaseRecord | None:
             return None
         with contextlib.suppress(FileNotFoundError):  # many newer ones since the listing
             return _read(folder, number)
-    raise RuntimeError(f"the lease in {folder.uri} changes faster than it can be read; try again")
+    raise LeaseError(f"the lease in {folder.uri} changes faster than it can be read; try again")
 
 
 class RunLease:
@@ -253,7 +257,7 @@ def _read(folder: AtomicFolder, number: int) -> LeaseRecord:
         return LeaseRecord.from_json(folder.read(_name(number)))
     except (ValueError, TypeError, KeyError, AttributeError):
         where = f"{folder.uri}/{_name(number)}"
-        raise RuntimeError(f"{where} is no record of a lease; if nothing runs there, remove {FOLDER}/") from None
+        raise LeaseError(f"{where} is no record of a lease; if nothing runs there, remove {FOLDER}/") from None
 
 
 def _said(at: datetime) -> str:

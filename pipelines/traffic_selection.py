@@ -139,10 +139,14 @@ def _parquet(rows: Sequence[TrafficRow], origin: TrafficMetadata) -> pa.Buffer:
 
 def _rows(folder: AtomicFolder, name: str) -> tuple[list[TrafficRow], TrafficMetadata]:
     try:
-        table = pq.read_table(pa.BufferReader(folder.read(name)))
+        data = folder.read(name)
+    except FileNotFoundError:
+        raise _damaged(folder, name) from None
+    try:
+        table = pq.read_table(pa.BufferReader(data))
         columns = TrafficColumns(table)
         return [columns.row(i) for i in range(len(columns))], TrafficMetadata.from_texts(table.schema.metadata or {})
-    except (FileNotFoundError, KeyError, ValueError, pa.ArrowException):
+    except (OSError, KeyError, ValueError, pa.ArrowException):
         raise _damaged(folder, name) from None
 
 

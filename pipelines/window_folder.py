@@ -15,11 +15,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from drafters.atomic_files import AtomicFolder
+from drafters.remote import patiently
 from pipelines.redistill_config import RedistillError, RedistillReport
 from pipelines.rollout_manifest import json_bytes
 from pipelines.traffic_selection import TrafficWindow, WindowError
 
-WINDOWS, REPORT = "windows", "report.json"
+LOOP, WINDOWS, REPORT, ROLLOUTS = "loop.json", "windows", "report.json", "rollouts"
 START, TRAINING = "start.json", "training.json"
 USED = ("promoted", "rejected")  # verdicts after which the next window begins behind this one
 BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)  # of the first window: all traffic there is, whatever the log has lost
@@ -31,7 +32,7 @@ class WindowFolder:
     def __init__(self, work: str, window: TrafficWindow):
         self.window = window
         self.folder = AtomicFolder(f"{work.rstrip('/')}/{WINDOWS}/{window.id}")
-        self.rollouts, self.challenger = f"{self.folder.uri}/rollouts", f"{self.folder.uri}/challenger"
+        self.rollouts, self.challenger = f"{self.folder.uri}/{ROLLOUTS}", f"{self.folder.uri}/challenger"
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A stage's facts; None before it is over. Raises RedistillError for a file that is damaged."""
@@ -50,7 +51,10 @@ class WindowFolder:
     def report(self) -> RedistillReport | None:
         """How the window ended; None: it has not."""
         facts = self.read(REPORT)
-        return None if facts is None else RedistillReport(**facts)
+        try:
+            return None if facts is None else RedistillReport(**facts)
+        except TypeError:
+            raise RedistillError(f"{self.folder.path(REPORT)} is no report of a window; remove it") from None
 
     def finish(self, report: RedistillReport) -> RedistillReport:
         """The window is done. If somebody else has ended it, theirs counts."""
@@ -79,11 +83,41 @@ def used_windows(work: str) -> list[WindowFolder]:
 
 def next_begin(work: str) -> datetime:
     """Where the next window begins: behind the newest that was used."""
-    used = used_windows(work)
-    return used[-1].window.until if used else BEGINNING
+    for folder in reversed(known_windows(work)):
+        if (report := folder.report()) is not None and report.verdict in USED:
+            return folder.window.until
+    return BEGINNING
 
 
 def interrupted(work: str) -> WindowFolder | None:
-    """The newest window that was begun and is not done."""
-    open_ones = [folder for folder in known_windows(work) if folder.report() is None]
-    return open_ones[-1] if open_ones else None
+    """The newest window that was begun and is not done, unless a later one has used its requests."""
+    begin = next_begin(work)
+    newer = [folder for folder in known_windows(work) if folder.window.until > begin]
+    return next((folder for folder in reversed(newer) if folder.report() is None), None)
+
+
+def tie_work(work: str, **loop: str) -> None:
+    """Tie a folder of windows to one registry and target: windows are known by their times alone.
+
+    Raises RedistillError if it belongs to others.
+    """
+    folder = AtomicFolder(work)
+    try:
+        folder.create(LOOP, json_bytes(loop))
+    except FileExistsError:
+        known = json.loads(folder.read(LOOP))
+        if differing := [name for name in loop if known.get(name) != loop[name]]:
+            name = differing[0]
+            raise RedistillError(
+                f"work folder {work} belongs to another {name.replace('_', ' ')} ({known.get(name)}, not {loop[name]}); "
+                "give each loop a folder of its own"
+            ) from None
+
+
+def drop_old_rollouts(work: str, keep: int) -> None:
+    """Remove the rollouts of used windows but the newest `keep`: nobody replays them any more."""
+    used = used_windows(work)
+    for folder in used[: max(0, len(used) - keep)]:
+        files, path = folder.folder, folder.folder.path(ROLLOUTS)
+        if files.names(ROLLOUTS):
+            patiently(lambda files=files, path=path: files.fs.rm(path, recursive=True), files.patience_s)  # type: ignore[misc]

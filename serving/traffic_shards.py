@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from drafters.acceptance import Acceptance
 from drafters.atomic_files import AtomicFolder
-from drafters.remote import first_line, patiently
+from drafters.remote import ServerAwayError, first_line, is_transient, patiently
 from serving.traffic_schema import schema_problem
 
 log = logging.getLogger(__name__)
@@ -249,12 +249,19 @@ def _read(folder: AtomicFolder, name: str, columns: Sequence[str] | None, on_ski
                 table = None if problem else file.read(columns=list(columns))
     except FileNotFoundError:
         return None
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
+        # pyarrow has OSErrors without a number for damaged pages; a server's and a disk's are not the file's fault
+        if isinstance(error, OSError) and (error.errno is not None or is_transient(error) or _is_away(error)):
+            raise
         problem = f"it is no whole Parquet file ({first_line(error)})"
     if problem:
         on_skipped(folder.path(name), problem)
         return None
     return table
+
+
+def _is_away(error: OSError) -> bool:
+    return isinstance(error, ServerAwayError | PermissionError)
 
 
 def _between(table: pa.Table, since: datetime | None, until: datetime | None) -> pa.Table:

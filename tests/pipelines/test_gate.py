@@ -191,7 +191,9 @@ def test_a_challenger_that_cannot_be_loaded_is_a_verdict(target, trained, untrai
         assert "the challenger cannot be loaded" in report.reason()
         assert word in report.reason()
         assert "\n" not in report.reason()
-    assert "the champion cannot be loaded" in held(target, cut, trained).reason()
+    without = held(target, cut, trained)  # a broken champion must not keep out all others
+    assert (without.champion, without.lines[0].name, without.lines[0].passed) == (None, LOADS, True)
+    assert "the champion cannot be loaded" in without.lines[0].says
 
 
 def test_too_few_prompts_are_no_decision(target, trained, monkeypatch: pytest.MonkeyPatch):

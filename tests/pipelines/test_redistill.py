@@ -21,7 +21,7 @@ from drafters.atomic_files import AtomicFolder
 from drafters.registry import Registry
 from drafters.target import load_target
 from pipelines import redistill as stage
-from pipelines.gate import GateLine, GateReport
+from pipelines.gate import GateConfig, GateLine, GateReport
 from pipelines.redistill import next_window, redistill, replay_weights
 from pipelines.redistill_config import RedistillConfig, RedistillError
 from pipelines.run_lease import LeaseHeldError, RunLease
@@ -63,13 +63,10 @@ class Rollouts:
 @pytest.fixture
 def config(tmp_path: Path, toy_target_dir: Path) -> RedistillConfig:
     """A log of 30 requests, and a registry with a champion."""
-    target = load_target(str(toy_target_dir))
-    origin = TrafficMetadata.of(str(toy_target_dir), target, ChatTemplate(target))
-    write_log(tmp_path / "traffic", [row(i) for i in range(ROWS)], origin)
     registry = Registry(str(tmp_path / "registry"))
     first = registry.publish(save_toy_drafter(tmp_path / "first", toy_target_dir), name="first")
     registry.promote(first.name, by="test", why="to begin with", expected=None)
-    return RedistillConfig(
+    config = RedistillConfig(
         target=str(toy_target_dir),
         traffic=str(tmp_path / "traffic"),
         registry=str(tmp_path / "registry"),
@@ -77,8 +74,17 @@ def config(tmp_path: Path, toy_target_dir: Path) -> RedistillConfig:
         since=WINDOW.since,
         until=WINDOW.until,
         min_rows=10,
+        held_out_limit=6,
         window=WindowConfig(held_out=0.2),
+        gate=GateConfig(min_prompts=5),
     )
+    write_log(tmp_path / "traffic", [row(i) for i in range(ROWS)], origin_of(config))
+    return config
+
+
+def origin_of(config: RedistillConfig) -> TrafficMetadata:
+    target = load_target(config.target)
+    return TrafficMetadata.of(config.target, target, ChatTemplate(target))
 
 
 @pytest.fixture
@@ -98,25 +104,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (Path(config.output) / "provenance.json").write_text(json.dumps(provenance | {"window": config.output}))
         return Trained()
 
-    def run_gate(target, champion, challenger, held_out, regression, config) -> GateReport:
+    def hold_gate(task, **_: Any) -> GateReport:
         made.append("gate")
-        return verdict(passed=True, challenger=str(challenger), champion=str(champion))
+        return verdict(passed=True, challenger=task.challenger, champion=task.champion)
 
     def open_rollouts(uri: str) -> Rollouts:
         return Rollouts(rows=int(AtomicFolder(uri).read("manifest.json")))
 
     for name, stand_in in (
-        ("write_rollouts", write_rollouts), ("train", train), ("run_gate", run_gate),
+        ("write_rollouts", write_rollouts), ("train", train), ("hold_gate", hold_gate),
         ("open_rollouts", open_rollouts), ("regression_prompts", lambda *a, **k: []),
     ):  # fmt: skip
         monkeypatch.setattr(stage, name, stand_in)
     return made
 
 
-def verdict(passed: bool, challenger: str = "c", champion: str | None = "p") -> GateReport:
+def verdict(passed: bool, decided: bool = True, challenger: str = "c", champion: str | None = "p") -> GateReport:
     line = GateLine(
-        name="held-out tau", champion=1.5, challenger=2.0, threshold=1.6, passed=passed, says="1.50 against 2.00"
-    )
+        name="held-out tau", champion=1.5, challenger=2.0, threshold=1.6, passed=passed, says="1.50 against 2.00",
+        decided=decided,
+    )  # fmt: skip
     return GateReport(challenger=challenger, champion=champion, lines=(line,), figures={}, config={})
 
 
@@ -188,7 +195,7 @@ def test_killed_at_any_write_the_same_command_ends_as_an_undisturbed_one(config,
 
 
 def test_a_rejected_challenger_is_kept_with_its_reason_and_service_is_unchanged(config, calls, monkeypatch):
-    monkeypatch.setattr(stage, "run_gate", lambda *a: verdict(passed=False))
+    monkeypatch.setattr(stage, "hold_gate", lambda *a, **k: verdict(passed=False))
     report = redistill(config)
     assert report.verdict == "rejected"
     assert report.why == "failed 1 of 1: held-out tau: 1.50 against 2.00"
@@ -224,16 +231,74 @@ def test_a_champion_that_changes_during_the_gate_is_held_against_too(
 ):
     registry, seen = Registry(config.registry), []
 
-    def run_gate(target, champion, *_: Any) -> GateReport:
-        seen.append(champion.name if champion else None)
+    def hold_gate(task, **_: Any) -> GateReport:
+        seen.append(task.champion)
         if len(seen) == 1:  # an operator takes the drafter out of service meanwhile
             registry.rollback(by="operator", why="by hand", expected=registry.champion(), to="(plain)")
         return verdict(passed=True)
 
-    monkeypatch.setattr(stage, "run_gate", run_gate)
+    monkeypatch.setattr(stage, "hold_gate", hold_gate)
     assert redistill(config).previous is None
     assert [bool(champion) for champion in seen] == [True, False]
     assert [change.version for change in registry.history()] == ["first", None, WINDOW.id]
+
+
+def test_a_gate_that_cannot_tell_leaves_the_requests_to_the_next_window(config, calls, monkeypatch):
+    monkeypatch.setattr(stage, "hold_gate", lambda *a, **k: verdict(passed=False, decided=False))
+    report = redistill(config)
+    assert (report.verdict, report.version) == ("skipped", None)
+    assert [version.name for version in Registry(config.registry).versions()] == ["first"]
+    assert next_window(replace(config, since=None, until=WINDOW.until + timedelta(hours=1))).since == BEGINNING
+    few = replace(config, until=WINDOW.until - timedelta(hours=1), gate=GateConfig(min_prompts=7), held_out_limit=7)
+    assert redistill(few).why == "6 held-out prompts, the gate needs 7"
+
+
+def test_what_somebody_else_did_with_the_challenger_stands(config, calls, monkeypatch):
+    """Promoted by hand while the gate ran: it is not held against itself, and not rejected."""
+    registry = Registry(config.registry)
+    original = registry.publish
+
+    def publish_and_promote(*args: Any, **options: Any) -> Any:
+        version = original(*args, **options)
+        registry.promote(version.name, by="operator", why="by hand", expected=registry.champion())
+        return version
+
+    monkeypatch.setattr(Registry, "publish", lambda self, *a, **k: publish_and_promote(*a, **k))
+    report = redistill(config)
+    assert (report.verdict, report.why) == ("promoted", "by hand")
+    assert calls == ["read", "train", "gate"]
+    assert registry.verdict(WINDOW.id) is None
+
+
+def test_a_work_folder_belongs_to_one_loop(config, calls, tmp_path):
+    redistill(config)
+    other = replace(config, registry=str(tmp_path / "another"))
+    with pytest.raises(RedistillError, match="belongs to another registry .* give each loop a folder of its own"):
+        redistill(other)
+
+
+def test_only_rollouts_that_may_be_replayed_stay(config, calls):
+    for hours in (1, 2, 3):  # each ends an hour after the one before, and has requests of its own
+        until = WINDOW.since + timedelta(hours=hours)
+        rows = [row(100 * hours + i, at_s=3600 * hours - 60 + i) for i in range(ROWS)]
+        write_log(Path(config.traffic), rows, origin_of(config), writer=f"w{hours}")
+        assert redistill(replace(config, replay_windows=1, since=None, until=until)).verdict == "promoted"
+    left = sorted(path.parent.name for path in Path(config.work).glob("windows/*/rollouts"))
+    assert left == ["20251130T140000Z-20251130T150000Z"]
+
+
+def test_an_interrupted_window_that_a_later_one_covers_is_not_taken_up(config, calls, monkeypatch):
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "train", killed)
+        with pytest.raises(Killed):
+            redistill(replace(config, since=None, until=WINDOW.until - timedelta(hours=1)))
+    assert next_window(replace(config, since=None, until=None)).until == WINDOW.until - timedelta(hours=1)
+    monkeypatch.setattr(stage, "RunLease", partial(RunLease, ttl_s=0.3))
+    assert redistill(replace(config, since=None)).verdict == "promoted"
+    assert next_window(replace(config, since=None, until=None)).since == WINDOW.until
 
 
 def test_of_two_runs_one_stops_with_a_clear_word(config, calls):

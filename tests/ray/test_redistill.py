@@ -63,6 +63,7 @@ def test_a_window_on_s3_becomes_a_champion_that_beats_its_parent(
         regression=(str(tmp_path / "regression.jsonl"),),
         window=WindowConfig(held_out=0.35, max_repeated_share=1.0),
         steps=StepConfig(epochs=30, tokens_per_step=600, learning_rate=1e-2, anchors_per_sequence=8, evaluations=1),
+        held_out_limit=32,
         gate=GateConfig(max_new_tokens=16, backend="torch", most_speed_tolerance=0.99, speed_tolerance=0.99),
     )
     said: list[str] = []
