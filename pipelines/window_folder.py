@@ -105,7 +105,10 @@ def tie_work(work: str, **loop: str) -> None:
     try:
         folder.create(LOOP, json_bytes(loop))
     except FileExistsError:
-        known = json.loads(folder.read(LOOP))
+        try:
+            known = json.loads(folder.read(LOOP))
+        except ValueError:
+            raise RedistillError(f"{folder.path(LOOP)} is damaged; remove it and run the same again") from None
         if differing := [name for name in loop if known.get(name) != loop[name]]:
             name = differing[0]
             raise RedistillError(
