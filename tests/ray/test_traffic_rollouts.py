@@ -20,7 +20,7 @@ from serving.engine.sampling import Sampling
 from serving.traffic_schema import TrafficRow
 from tests.pipelines.test_traffic_rollouts import files, make_here
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.kill, pytest.mark.usefixtures("ray_cluster")]
 
 
 class DiesOnce(TrafficPrefill):
