@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from serving.live_tau import NO_ROUNDS, Tally, fall
+from serving.live_tau import BEFORE, NO_ROUNDS, Tally, fall, may_be_the_load
 
 if TYPE_CHECKING:
     from drafters.registry import Change
@@ -236,16 +236,17 @@ class Rollout:
             report = self._reports[name][1]
             if report.before is not None and report.before.version == version:
                 before += report.before_tally
-        return {"before": before, "on other replicas": trial.beside}
+        return {BEFORE: before, "on other replicas": trial.beside}
 
     def _passed(self, trial: _Trial) -> bool:
         """Whether the first replica was observed for long enough."""
         if not trial.takers:
             return False
-        config, old = self._config, self._old(trial)
+        config, new, old = self._config, self._new(trial), self._old(trial)
         served_s = max(self._reports[name][1].served_s for name in trial.takers)
-        known = not old or any(tally.enough(config.min_rounds) for tally in old.values())
-        enough = known and (not old or self._new(trial).enough(config.min_rounds))
+        known = any(tally.enough(config.min_rounds) for tally in old.values()) and new.enough(config.min_rounds)
+        unsure = may_be_the_load(new, old, tolerance=config.tolerance, min_rounds=config.min_rounds)
+        enough = not old or (known and not unsure)
         return served_s >= (config.observe_s if enough else config.max_observe_s)
 
     def _figures(self, trial: _Trial) -> str:

@@ -20,7 +20,7 @@ CONFIG = RegistryFollowing(
 def tally(rounds: int, tau: float, plain: int = 0) -> Tally:
     """Rounds that accept 0 or 3 drafts."""
     full = round(rounds * (tau - 1) / 3)
-    return Tally(rounds=rounds, accepted=3 * full, squares=9 * full, emitted=rounds + 3 * full + plain)
+    return Tally(rounds=rounds, accepted=3 * full, squares=9 * full, emitted=rounds + 3 * full + plain, first=full)
 
 
 class Pointer:
@@ -75,6 +75,9 @@ class Replica:
             more = tally(fleet.rounds_per_s, fleet.taus.get(version, 1.0)) if version else Tally(emitted=10)
             if version in fleet.seldom:
                 more = Tally(rounds=1, emitted=fleet.rounds_per_s)
+            elif version and fleet.drafted_per_s is not None:
+                drafted, plain = fleet.drafted_per_s, fleet.rounds_per_s - fleet.drafted_per_s
+                more = tally(drafted, fleet.taus[version], plain)
             self.counted[version] = self.counted.get(version, Tally()) + more
         if self.taking is not None and fleet.now >= self.takes_at:
             self._swap(self.taking)
@@ -128,6 +131,7 @@ class Fleet:
         self.taus: dict[str | None, float] = {"old": 1.9}
         self.rounds_per_s = 40
         self.seldom: set[str] = set()
+        self.drafted_per_s: int | None = None  # of the rounds, whatever is served; None: all
         self.swaps: list[tuple[float, str, str | None]] = []
         self.rollout = Rollout(CONFIG, self.now)
         self.replicas: dict[str, Replica] = {}
@@ -225,15 +229,38 @@ def test_a_bad_version_of_which_little_is_seen_stays_with_one_replica_for_a_boun
     assert fleet.served == ["old", "old"]
 
 
-def test_a_drafter_that_the_engine_switches_off_is_no_lack_of_traffic():
-    fleet = Fleet(2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_drafter_that_the_engine_switches_off_is_no_lack_of_traffic(count):
+    fleet = Fleet(count)
     fleet.seldom.add("new")
     fleet.promote("new", 1.0)
     fleet.until(lambda: fleet.rollout.condemned)
     assert "tokens per round (it hardly drafts) 1.00 against 1.90" in fleet.rollout.condemned[2].why
-    assert fleet.served.count("old") >= 1
+    assert fleet.having("old") or count == 1
     fleet.run(10)
-    assert fleet.served == ["old", "old"]
+    assert fleet.served == ["old"] * count
+
+
+@pytest.mark.parametrize("drafted", [0, 3])
+def test_a_load_that_switches_drafting_off_is_not_blamed_on_the_new_version(drafted):
+    """Of one replica, that was quiet before: nobody else tells what the load does."""
+    fleet = Fleet(1)
+    fleet.run(100)
+    fleet.drafted_per_s = drafted
+    fleet.promote("new", 1.9)
+    fleet.until(lambda: fleet.having("new"))
+    fleet.run(int(CONFIG.observe_s) + 60)
+    assert "goes on to all" not in "".join(fleet.rollout.news), "with so little it waits"
+    fleet.until(lambda: fleet.rollout._says() == "steady")
+    assert fleet.served == ["new"]
+    fleet.drafted_per_s = None
+    fleet.run(int(CONFIG.max_observe_s))
+    fleet.drafted_per_s = drafted
+    fleet.promote("bad", 1.0)
+    fleet.until(lambda: fleet.served == ["bad"])
+    fleet.until(lambda: fleet.rollout._says() == "steady")
+    fleet.run(5)
+    assert fleet.served == (["new"] if drafted else ["bad"]), "a few drafts tell, none do not"
 
 
 def test_harder_traffic_is_not_blamed_on_the_new_version():
@@ -439,6 +466,11 @@ def test_tallies_and_what_is_a_fall():
     assert fall(tally(10**6, 1.78), {"before": tally(10**6, 2.0)}, **rule)
     assert fall(tally(200, 1.78), {"before": tally(200, 2.0)}, **rule) is None, "within the noise"
     assert fall(tally(10**4, 1.5), {"before": tally(10**4, 2.0), "beside": tally(10**4, 1.5)}, **rule) is None
+    quiet, few, bad = tally(10**4, 2.0), tally(60, 2.0, 3000), tally(60, 1.0, 3000)
+    assert fall(few, {"before": quiet}, **rule) is None, "the load may have switched it off"
+    assert fall(few, {"before": quiet, "on other replicas": quiet}, **rule), "but it has not where others draft"
+    assert fall(bad, {"before": quiet}, **rule), "nor where first drafts are wrong"
+    assert fall(bad, {"before": tally(60, 2.0, 3000)}, **rule) is None, "too few rounds with drafts for a fall of them"
 
 
 def test_the_window_before_a_swap_is_recent():
