@@ -65,6 +65,9 @@ class Replica:
         self.counted: dict[str | None, Tally] = {}
         self.tau = LiveTau(CONFIG.max_observe_s)
         self.next_at = fleet.now
+        self.lacks: set[str] = set()  # versions that tap layers which its engine does not
+        self.untapped: int | None = None
+        self.restart = False
         self.takes_at: float | None = None  # when a swap that it was told of is done
         self.taking: Taken | None = None
 
@@ -87,6 +90,7 @@ class Replica:
 
     def _ask(self) -> None:
         fleet = self.fleet
+        fleet.asked += 1
         if self.serves is not None:
             self.tau.note(fleet.now, self.counted.get(self.serves.version, Tally()))
         refused = {c.number for c in fleet.pointer.history if c.version in self.refuses}
@@ -95,17 +99,21 @@ class Replica:
                 replica=self.name, champion=fleet.pointer.champion, serves=self.serves,
                 served_s=self.tau.served_s(fleet.now), now=self.tau.now, before=self.before,
                 before_tally=self.tau.before, settled=self.settled, refused=frozenset(refused),
-                condemned=self.condemned,
+                condemned=self.condemned, untapped=self.untapped,
             ),
             fleet.now,
         )  # fmt: skip
         self.condemned, self.settled = dict(order.condemned), order.settled
+        self.restart = order.restart
         self.next_at = fleet.now + (order.ask_again_s or CONFIG.poll_s)
         self._obey(order)
 
     def _obey(self, order: Order) -> None:
         take = order.take
         if take is None or take == self.serves or take.version in self.refuses:
+            return
+        if take.version in self.lacks:
+            self.untapped = take.number
             return
         if self.serves is None or take.version == self.serves.version:
             self._swap(take)
@@ -130,6 +138,7 @@ class Fleet:
         self.now = 0.0
         self.taus: dict[str | None, float] = {"old": 1.9}
         self.rounds_per_s = 40
+        self.asked = 0  # questions to the guard so far
         self.seldom: set[str] = set()
         self.drafted_per_s: int | None = None  # of the rounds, whatever is served; None: all
         self.swaps: list[tuple[float, str, str | None]] = []
@@ -308,6 +317,9 @@ def test_a_guard_that_dies_before_the_registry_is_told_leaves_nothing_behind():
     fleet.until(lambda: fleet.rollout.condemned)
     fleet.run(5)
     assert fleet.served == ["old", "old"], "the replicas do not wait for the registry"
+    asked = fleet.asked
+    fleet.run(20)
+    assert fleet.asked - asked <= 2 * 20 / CONFIG.poll_s, "nor do they hurry to ask whether it is told"
     fleet.new_guard()
     late = fleet.join()
     fleet.run(30)
@@ -363,6 +375,64 @@ def test_a_replica_that_dies_hands_the_trial_to_another_and_three_are_too_many()
     fleet.run(10)
     assert fleet.actions[-1] == ("rollback", "old")
     assert set(fleet.served) == {"old"}
+
+
+def test_a_lone_replica_that_dies_is_not_forgotten_while_the_next_one_starts():
+    fleet = Fleet(1)
+    fleet.promote("new", 2.0)
+    for lost in range(3):
+        fleet.until(lambda: fleet.having("new"))
+        assert not fleet.rollout.condemned, lost
+        fleet.run(3)
+        fleet.replicas.clear()
+        fleet.run(200)
+        fleet.join()
+    fleet.until(lambda: fleet.rollout.condemned)
+    assert fleet.rollout.condemned[2].reason == "lost"
+    fleet.run(10)
+    assert fleet.actions[-1] == ("rollback", "old")
+    assert fleet.served == ["old"]
+
+
+def test_a_guard_that_nobody_reached_takes_nobody_for_lost():
+    fleet = Fleet(5)
+    fleet.promote("new", 2.0)
+    fleet.until(lambda: fleet.served == ["new"] * 5)
+    assert fleet.rollout._says().startswith("rolling out new")
+    fleet.now += 120
+    fleet.until(lambda: fleet.rollout._says() == "steady")
+    assert not fleet.rollout.condemned
+    assert "lost" not in "".join(fleet.rollout.news)
+    assert fleet.served == ["new"] * 5
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_replicas_that_tap_other_layers_are_started_anew_one_by_one(count):
+    fleet = Fleet(count, Pointer(None))
+    for replica in fleet.replicas.values():
+        replica.lacks = {"first"}
+    fleet.promote("first", 1.8)
+
+    def restarting() -> list[str]:
+        return [name for name, replica in fleet.replicas.items() if replica.restart]
+
+    for number in range(count):
+        fleet.until(restarting)
+        assert len(fleet.having("first")) == number, "the one before does not serve yet"
+        (name,) = restarting()
+        fleet.run(30)
+        assert restarting() == [name]
+        del fleet.replicas[name]
+        fleet.rollout.leave(name)
+        fleet.run(30)
+        assert restarting() == []
+        fleet.join()
+        if number == 0:
+            fleet.until(lambda: fleet.having("first"))
+            fleet.run(int(CONFIG.observe_s) - 10)
+            assert restarting() == [], "the first is observed alone"
+    fleet.until(lambda: fleet.served == ["first"] * count and fleet.rollout._says() == "steady")
+    assert fleet.actions == [("promote", "first")]
 
 
 def test_replicas_that_are_stopped_are_not_lost():
