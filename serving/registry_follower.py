@@ -22,7 +22,7 @@ from serving.engine.engine import Engine
 from serving.live_tau import LiveTau, Tally
 from serving.registry_figures import RegistryFigures
 from serving.registry_start import Followed
-from serving.rollout import Condemned, Order, Reason, Report, Taken
+from serving.rollout_reports import Condemned, Order, Reason, Report, Taken
 from serving.rollout_guard import GuardAwayError
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from drafters.registry import PLAIN, ChampionChangedError, Change, Registry, RegistryError
 from drafters.remote import first_line
-from serving.rollout import Condemned, Order, Report, Rollout
+from serving.rollout import Rollout
+from serving.rollout_reports import Condemned, Order, Report
 from serving.serve_config import RegistryFollowing
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ import pytest
 
 from drafters.registry import Change
 from serving.live_tau import LiveTau, Tally, fall
-from serving.rollout import NOTHING, Condemned, Order, Report, Rollout, Taken
+from serving.rollout import Rollout
+from serving.rollout_reports import NOTHING, Condemned, Order, Report, Taken
 from serving.serve_config import RegistryFollowing
 
 CONFIG = RegistryFollowing(

@@ -12,7 +12,7 @@ import pytest
 from drafters.registry import PLAIN, ChampionChangedError, Change, RegistryError
 from serving import rollout_guard
 from serving.live_tau import Tally
-from serving.rollout import Order, Report, Taken
+from serving.rollout_reports import Order, Report, Taken
 from serving.rollout_guard import RolloutGuard
 from serving.serve_config import RegistryFollowing, ServeConfig
 
