@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 __all__ = [
+    "NUM_TAPS",
     "SharedWeights",
     "Target",
     "TargetError",
@@ -228,6 +229,9 @@ def _shared_tensors(path: Path) -> tuple[dict[str, Any], tuple[str, str | None, 
         raise TargetError(f"target {path} has no {lacking} under a known name; its architecture is not supported")
     head = None if config.get("tie_word_embeddings") else find(_HEAD)
     return config, (embedding, head, norm), files
+
+
+NUM_TAPS = 3  # layers that are tapped where nobody names them; the default of every stage that taps
 
 
 def mtp_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from serving.draft_link import RemoteDrafter
 from serving.drafter_supervisor import DrafterSupervisor
 from serving.drafter_version import drafter_version
 from serving.engine.async_engine import AsyncEngine
+from serving.engine.drafting import UntappedLayersError
 from serving.engine.engine import Engine
 from serving.metrics import RequestMetrics
 
@@ -45,6 +46,7 @@ class DrafterSwap:
         self._name: str | None = None
         self._version: str | None = None
         self._refused: str | None = None  # why the latest swap failed; None: it did not
+        self.untapped = False  # whether only because the engine does not tap the layers of that drafter
 
     def begin(self, address: str | None, name: str | None, version: str | None) -> None:
         """The drafter that the engine was built with."""
@@ -75,6 +77,7 @@ class DrafterSwap:
     def refuse(self, error: Exception, source: Source) -> str:
         """A swap fails; says so everywhere, and returns why in one line."""
         self._refused = " ".join(str(error).split()) or type(error).__name__
+        self.untapped = isinstance(error, UntappedLayersError)
         log.error("the drafter was not swapped, %s stays: %s", self.address, self._refused)
         self._metrics.swapped("refused", source)
         return self._refused

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 # their mean is larger than that of as many independent ones, and the comparison is made again with every report.
 NOISE = 4.0
 SELDOM = 4  # a drafter that drafts in less than one of so many rounds is judged by all rounds
+BEFORE = "before"  # where a tally of the old drafter comes from: the same replica, until the new one took over
+_FEW = 30  # verify rounds that tell at least whether first drafts are accepted
 _MOST_NOTES = 64  # of a window
 
 
@@ -25,6 +27,7 @@ class Tally:
     accepted: int = 0  # drafts accepted in them
     squares: int = 0  # sum over these rounds of (accepted drafts)^2
     emitted: int = 0  # tokens, those of plain rounds too
+    first: int = 0  # rounds whose first draft was accepted: unlike tau it does not depend on how many there were
 
     @classmethod
     def of(cls, counts: Mapping[tuple[str, str], float]) -> Tally:
@@ -40,6 +43,7 @@ class Tally:
             # a round that accepted n drafts is counted at positions 0 to n - 1, and 1 + 3 + ... + (2n - 1) = n^2
             squares=sum((2 * position + 1) * count for position, count in by_position.items()),
             emitted=int(counts.get(("engine_emitted_tokens", ""), 0)),
+            first=by_position.get(0, 0),
         )
 
     def __add__(self, other: Tally) -> Tally:
@@ -48,6 +52,7 @@ class Tally:
             self.accepted + other.accepted,
             self.squares + other.squares,
             self.emitted + other.emitted,
+            self.first + other.first,
         )
 
     def __sub__(self, other: Tally) -> Tally:
@@ -56,6 +61,7 @@ class Tally:
             self.accepted - other.accepted,
             self.squares - other.squares,
             self.emitted - other.emitted,
+            self.first - other.first,
         )
 
     @property
@@ -67,6 +73,16 @@ class Tally:
     def tau(self) -> float | None:
         """Mean of (accepted drafts + 1) over the verify rounds; None without rounds."""
         return 1 + self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def share(self) -> float:
+        """Of its rounds, those with drafts."""
+        return self.rounds / self.steps if self.steps else 0.0
+
+    def first_accepted(self) -> tuple[float, float]:
+        """Share of the verify rounds whose first draft was accepted, and its error; drawn to a half while few."""
+        share = (self.first + 1) / (self.rounds + 2)
+        return share, math.sqrt(share * (1 - share) / (self.rounds + 2))
 
     def enough(self, min_rounds: int) -> bool:
         """Whether it can be judged: many verify rounds, or so many rounds that their lack says something."""
@@ -86,7 +102,12 @@ def fall(new: Tally, old: Mapping[str, Tally], *, tolerance: float, min_rounds: 
 
     `old` are tallies of the old one by where they come from. Traffic changes, too: the new one must lie below every
     one of them that has enough rounds, by more than `tolerance` (a share of the old figure) and `NOISE` errors. Where
-    the new one hardly drafts although there is traffic, tokens per round over all rounds take the place of tau.
+    the new one hardly drafts although there is traffic, tokens per round over all rounds take the place of tau, unless
+    `may_be_the_load`.
+
+    What remains: with "before" alone a change of the traffic looks like one of the drafter. Harder prompts lower tau,
+    and a rise of load does too, since the engine then asks for shorter drafts. Other replicas meanwhile tell them
+    apart; a service of one replica has none.
     """
     if not new.enough(min_rounds):
         return None
@@ -102,10 +123,27 @@ def fall(new: Tally, old: Mapping[str, Tally], *, tolerance: float, min_rounds: 
         if mean + NOISE * math.hypot(error, noise) >= (1 - tolerance) * before:
             return None
         said.append(f"{before:.2f} {where}")
-    if not said:
+    if not said or may_be_the_load(new, old, tolerance=tolerance, min_rounds=min_rounds):
         return None
     what = "live tau" if by_tau else "live tokens per round (it hardly drafts)"
     return f"{what} {mean:.2f} against {' and '.join(said)}, {rounds} rounds, tolerance {tolerance:.0%}"
+
+
+def may_be_the_load(new: Tally, old: Mapping[str, Tally], *, tolerance: float, min_rounds: int) -> bool:
+    """Whether it may be the load, and not the new drafter, that it hardly drafts: full slots switch drafting off.
+
+    Then only "before" is known, and the old one drafted in a larger share of its rounds than the tolerance allows; in
+    an equal share, equal tau cannot make a fall. First drafts that are accepted less often in the few rounds with
+    drafts speak against the drafter, whatever the load.
+    """
+    known = {where for where, tally in old.items() if tally.steps >= min_rounds}
+    before = old.get(BEFORE, NO_ROUNDS)
+    if new.rounds >= min_rounds or known != {BEFORE} or new.share >= (1 - tolerance) * before.share:
+        return False
+    share, error = new.first_accepted()
+    share_before, noise = before.first_accepted()
+    worse = share + NOISE * math.hypot(error, noise) < (1 - tolerance) * share_before
+    return not (worse and new.rounds >= _FEW)
 
 
 class LiveTau:

@@ -159,7 +159,9 @@ class RequestMetrics:
         labels = Labels(self._model_name, self.placement_of)
         page = Page()
         page.add(request_families(labels, ({engine.drafter_version: no_counts()} if engine else {}) | self._requests))
-        page.add(service_families(labels, self._refused, self._swaps, dict(self.restarts), dict(self.link_events)))
+        # copies: other threads count on meanwhile
+        counts = dict(self._refused), dict(self._swaps), dict(self.restarts), dict(self.link_events)
+        page.add(service_families(labels, *counts))
         if self.traffic is not None:
             page.add(traffic_families(labels, self.traffic()))
         if self.registry is not None:

@@ -22,7 +22,7 @@ from serving.engine.engine import Engine
 from serving.live_tau import LiveTau, Tally
 from serving.registry_figures import RegistryFigures
 from serving.registry_start import Followed
-from serving.rollout import Condemned, Order, Reason, Report, Taken
+from serving.rollout_reports import Condemned, Order, Reason, Report, Taken
 from serving.rollout_guard import GuardAwayError
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,10 @@ class RegistryFollower:
         self._tau = LiveTau(self._config.max_observe_s)
         self._tau.took_over(time.monotonic(), Tally())
         self._condemned: dict[int, Condemned] = {}
-        self._refused = start.refused  # number of the change -> why
+        self._refused = dict(start.refused)  # number of the change -> why; never changed, but replaced
         self._retry: dict[int, tuple[float, float]] = {n: self._pause(0.0) for n in start.refused}
+        self._untapped: int | None = None  # the change that was refused for layers that this engine does not tap
+        self._restart = False  # whether it is this replica's turn to be started anew for them
         self._champion = start.champion
         self._says = "starting"
         self._heard = False
@@ -178,6 +180,7 @@ class RegistryFollower:
             before_tally=self._tau.before,
             settled=self._settled,
             refused=frozenset(self._refused),
+            untapped=self._untapped if self._swap.address is None else None,
             condemned=self._condemned,
         )
 
@@ -186,6 +189,9 @@ class RegistryFollower:
         for condemned in new if self._heard else []:  # what is known from the beginning was counted by others
             log.error("version %s is rolled back: %s", condemned.change.version, condemned.why)
             self._rollbacks[condemned.reason] += 1
+        asked, self._restart = self._restart, order.restart
+        if self.asks_for_restart and not asked:
+            log.warning("this replica asks to be started anew: %s", self.asks_for_restart)
         self._heard = True
         self._condemned, self._settled, self._says = dict(order.condemned), order.settled, order.says
 
@@ -197,14 +203,15 @@ class RegistryFollower:
                 return
             refused = self._swap_to(taken.version)
             if refused is not None:
-                self._refused[taken.number] = refused
+                self._refused = {**self._refused, taken.number: refused}  # anew: others read the old one
+                self._untapped = taken.number if self._swap.untapped else None
                 self._retry[taken.number] = self._pause(self._retry.get(taken.number, (0.0, 0.0))[1])
                 return
             # one that had not proved itself is passed over: the next comparison is with the one before it
             unproved = old is not None and self._settled is not None and old.number > self._settled.number
             self._tau.took_over(time.monotonic(), self._swap.between_rounds(_counted), keep_before=unproved)
             self._before = self._before if unproved else old
-        self._serves = taken
+        self._serves, self._untapped = taken, None
         self._look.set()
 
     def _swap_to(self, version: str | None) -> str | None:
@@ -222,6 +229,13 @@ class RegistryFollower:
         return time.monotonic() + pause_s, pause_s
 
     # -- what people see -----------------------------------------------------------------------------------------------
+
+    @property
+    def asks_for_restart(self) -> str | None:
+        """Why the replica must be started anew to serve what it is to follow; None if it need not, or not yet."""
+        if not (self._restart and self.following and self._swap.address is None):
+            return None
+        return "it decodes plainly, since the drafter it is to serve taps layers that this engine does not"
 
     def figures(self) -> RegistryFigures:
         """For `/metrics`."""

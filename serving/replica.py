@@ -23,7 +23,7 @@ from drafters.drafter import Drafter
 from drafters.registry import Registry
 from drafters.remote import first_line
 from drafters.remote_checkpoint import local_checkpoint
-from drafters.target import load_target
+from drafters.target import NUM_TAPS, Target, load_target, mtp_target_layer_ids
 from serving.autoscaling import load_figures
 from serving.chat_options import ChatTemplate, training_mismatch
 from serving.drafter_actor import DrafterSettings
@@ -82,7 +82,7 @@ class Replica:
         self._template.check()
         api_keys = ApiKeys.read(config.api_key_file) if config.api_key_file else None
         followed = self._followed()
-        engine, drafter = _first_engine(config, followed.start if followed else None, self._target.path)
+        engine, drafter = _first_engine(config, followed.start if followed else None, self._target)
         self._memory = engine.memory.describe() if engine.memory else ""
         self._backend = engine.backend
         self._supervisor: DrafterSupervisor | None = None
@@ -213,6 +213,8 @@ class Replica:
         """Serve restarts the replica if this raises."""
         if self._engine.refusal is not None:
             raise RuntimeError(self._engine.refusal)
+        if self._follower is not None and (why := self._follower.asks_for_restart):
+            raise RuntimeError(why)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For the autoscaling policy; Serve asks in the interval of its configuration."""
@@ -232,20 +234,21 @@ class Replica:
             self.model.traffic.close(_CLOSE_DEADLINE_S)
 
 
-def _first_engine(config: ServeConfig, start: Beginning | None, target_path: Path) -> tuple[Engine, str | None]:
+def _first_engine(config: ServeConfig, start: Beginning | None, target: Target) -> tuple[Engine, str | None]:
     """The engine, and the address of the drafter it begins with. No registry's drafter makes it fail."""
     if start is None:
-        return _engine_of(config, config.drafter, target_path), config.drafter
+        return _engine_of(config, config.drafter, target.path), config.drafter
     layers = sorted(start.layers | set(config.target_layer_ids or ()))
     if not layers:
-        log.warning("no version says which layers to tap; give target_layer_ids, or no later drafter can be swapped in")
+        layers = list(mtp_target_layer_ids(target.num_layers, NUM_TAPS))
+        log.warning("no version says which layers to tap: tapping %s, those of `draftloop generate`", layers)
     config = config.model_copy(update={"target_layer_ids": layers})
     if start.address is not None:
         try:
-            return _engine_of(config, start.address, target_path), start.address
+            return _engine_of(config, start.address, target.path), start.address
         except Exception as error:  # if it was not the drafter's fault, it comes again
             log.error("decoding plainly, drafter %s cannot be used: %s", start.address, first_line(error))
-    return _engine_of(config, None, target_path), None
+    return _engine_of(config, None, target.path), None
 
 
 def _engine_of(config: ServeConfig, drafter: str | None, target_path: Path) -> Engine:

@@ -5,18 +5,19 @@ One replica takes a promoted version first. It is observed for `observe_s` and `
 another `observe_s`. Its live tau (of all replicas that have it) is compared with the old version's on the same
 replicas before, and on the other replicas meanwhile: `live_tau.fall` has the rule. If it fell, or if replicas were lost
 under it, all go back to the old version at once, and the registry is to be told: `pending`. Changes that are
-roll-backs are followed at once, and so is a champion that serves already.
+roll-backs are followed at once, and so is a champion that serves already. Replicas whose engines lack layers that the
+version taps are started anew, one at a time in the same order.
 
 Whatever is known here comes from the reports, so that a machine that is made anew goes on where the last one was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from serving.live_tau import NO_ROUNDS, Tally, fall
+from serving.live_tau import BEFORE, NO_ROUNDS, Tally, fall, may_be_the_load
+from serving.rollout_reports import NOTHING, Condemned, Order, Reason, Report, Taken
 
 if TYPE_CHECKING:
     from drafters.registry import Change
@@ -26,56 +27,7 @@ _BUSY_S = 1.0  # between two reports of a replica while a version is rolled out
 _LOAD_S = 600.0  # a replica may take so long to load a version
 _MOST_LOST = 3  # replicas that may be lost under a new version, before it is taken for the cause
 _PATIENCE_S = 10.0  # beyond a few polls, until a replica that says nothing is taken for lost
-
-Reason = Literal["tau", "lost"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """What a replica serves: a version, by the change of the registry that made it champion."""
-
-    number: int  # of the change; 0: there was none yet
-    version: str | None  # None: it decodes plainly
-
-
-NOTHING = Taken(number=0, version=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Condemned:
-    """A change that did not do well in service."""
-
-    change: Change
-    back_to: Taken
-    reason: Reason  # what counts it: live tau, or lost replicas
-    why: str  # one line for people
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What one replica says of itself, and all it was told: a new machine learns from it."""
-
-    replica: str
-    champion: Change | None  # the latest that it has seen
-    serves: Taken | None = None  # None: nothing yet, or nothing of the registry's
-    served_s: float = 0.0  # for how long
-    now: Tally = NO_ROUNDS  # under what it serves
-    before: Taken | None = None  # what had proved itself and served before
-    before_tally: Tally = NO_ROUNDS  # in the last `max_observe_s` of that
-    settled: Taken | None = None  # as the latest order had it
-    refused: frozenset[int] = frozenset()  # changes whose version it could not load and will not try soon
-    condemned: Mapping[int, Condemned] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """What a replica is to do."""
-
-    take: Taken | None  # None: stay
-    settled: Taken | None  # the version that has proved itself
-    condemned: Mapping[int, Condemned]  # by number of the change
-    ask_again_s: float | None  # None: when it next looks at the registry
-    says: str  # what is going on, for people
+_UNASKED_POLLS = 1.5  # without a question of any replica, after which nobody could ask
 
 
 @dataclass(kw_only=True)
@@ -98,12 +50,13 @@ class Rollout:
     """The state of one app's roll-out. Times are seconds of one clock that never goes back."""
 
     def __init__(self, config: RegistryFollowing, now: float):
-        self._config, self._born = config, now
+        self._config, self._born, self._asked_at = config, now, now
         self._reports: dict[str, tuple[float, Report]] = {}
         self._champion: Change | None = None
         self._settled: Taken | None = None
         self._trial: _Trial | None = None
         self._told: set[int] = set()  # condemned changes that the registry knows of
+        self._restarting: tuple[str, float] | None = None  # the replica that is started anew, since when
         self.condemned: dict[int, Condemned] = {}
         self.news: list[str] = []  # for the log
 
@@ -111,6 +64,10 @@ class Rollout:
 
     def report(self, report: Report, now: float) -> Order:
         """Take note of a replica's report and say what it is to do."""
+        self._forgive_silence(now)
+        _, known = self._reports.get(report.replica, (now, None))
+        if report.serves is not None and (known is None or known.serves is None):
+            self._restarting = None  # one has started
         self._reports[report.replica] = now, report
         self.condemned = dict(report.condemned) | self.condemned
         self._see(report.champion)
@@ -142,6 +99,13 @@ class Rollout:
     def _see(self, change: Change | None) -> None:
         if change is not None and (self._champion is None or change.number > self._champion.number):
             self._champion = change
+
+    def _forgive_silence(self, now: float) -> None:
+        """While nobody could reach this machine, silence says nothing of a replica."""
+        unasked_s = now - self._asked_at - _UNASKED_POLLS * self._config.poll_s
+        self._asked_at = now
+        if unasked_s > 0:
+            self._reports = {name: (at + unasked_s, report) for name, (at, report) in self._reports.items()}
 
     def _forget_silent(self, now: float) -> None:
         trial, limit_s = self._trial, 3 * self._config.poll_s + _PATIENCE_S
@@ -236,16 +200,17 @@ class Rollout:
             report = self._reports[name][1]
             if report.before is not None and report.before.version == version:
                 before += report.before_tally
-        return {"before": before, "on other replicas": trial.beside}
+        return {BEFORE: before, "on other replicas": trial.beside}
 
     def _passed(self, trial: _Trial) -> bool:
         """Whether the first replica was observed for long enough."""
         if not trial.takers:
             return False
-        config, old = self._config, self._old(trial)
+        config, new, old = self._config, self._new(trial), self._old(trial)
         served_s = max(self._reports[name][1].served_s for name in trial.takers)
-        known = not old or any(tally.enough(config.min_rounds) for tally in old.values())
-        enough = known and (not old or self._new(trial).enough(config.min_rounds))
+        known = any(tally.enough(config.min_rounds) for tally in old.values()) and new.enough(config.min_rounds)
+        unsure = may_be_the_load(new, old, tolerance=config.tolerance, min_rounds=config.min_rounds)
+        enough = not old or (known and not unsure)
         return served_s >= (config.observe_s if enough else config.max_observe_s)
 
     def _figures(self, trial: _Trial) -> str:
@@ -258,13 +223,14 @@ class Rollout:
 
     def _order(self, report: Report, now: float) -> Order:
         take = self._wanted_of(report, now)
-        busy = self._trial is not None or take is not None or self.pending is not None
+        busy = self._trial is not None or take is not None
         return Order(
             take=take,
             settled=self._settled or report.settled,
             condemned=dict(self.condemned),
             ask_again_s=min(_BUSY_S, self._config.poll_s) if busy else None,
             says=self._says(),
+            restart=self._may_restart(report, now),
         )
 
     def _wanted_of(self, report: Report, now: float) -> Taken | None:
@@ -285,13 +251,26 @@ class Rollout:
 
     def _may_take(self, trial: _Trial, report: Report) -> bool:
         """Whether it is this replica's turn; one at a time, the first alone."""
-        if report.serves is None or trial.new.number in report.refused:
+        if report.serves is None or trial.new.number in (*report.refused, report.untapped):
             if trial.granted is not None and trial.granted[0] == report.replica:
                 trial.granted = None
             return False
         if trial.granted is not None:
             return trial.granted[0] == report.replica
         return not trial.takers or trial.passed_at is not None
+
+    def _may_restart(self, report: Report, now: float) -> bool:
+        """Whether it is this replica's turn to be started anew; one at a time, as with `_may_take`."""
+        trial = self._trial
+        wanted = self._settled if trial is None else trial.new
+        if wanted is None or report.untapped != wanted.number:
+            return False
+        if self._restarting is not None and now - self._restarting[1] < _LOAD_S:
+            return self._restarting[0] == report.replica
+        if trial is not None and (trial.granted is not None or (trial.takers and trial.passed_at is None)):
+            return False
+        self._restarting = report.replica, now
+        return True
 
     def _says(self) -> str:
         trial = self._trial

@@ -6,6 +6,7 @@ nothing that matters: one that died is made anew by whichever replica asks next,
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
@@ -15,9 +16,10 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from drafters.registry import PLAIN, ChampionChangedError, Change, Registry
+from drafters.registry import PLAIN, ChampionChangedError, Change, Registry, RegistryError
 from drafters.remote import first_line
-from serving.rollout import Condemned, Order, Report, Rollout
+from serving.rollout import Rollout
+from serving.rollout_reports import Condemned, Order, Report
 from serving.serve_config import RegistryFollowing
 
 log = logging.getLogger(__name__)
@@ -26,7 +28,9 @@ NAMESPACE = "draftloop"
 REGISTRY_PATIENCE_S = 10.0  # with an object store that is away; whoever asks asks again
 _ANSWER_S = 5.0  # a replica waits so long for the guard
 _MOST_SILENT, _MOST_SILENT_AT_START = 3, 12  # waits in a row after which it is taken for hung and replaced
-_LONELY_S = 120.0  # a guard that nobody asks for so long ends itself
+# A guard that nobody asks for so long ends itself. Far longer than a replica may take to start: where the only one dies
+# under a version again and again, nobody else remembers how often.
+_LONELY_S = 3600.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between attempts to tell the registry
 
 
@@ -114,14 +118,21 @@ class RolloutGuard:
     def _roll_back(self, condemned: Condemned) -> Change:
         if self._registry is None:
             self._registry = Registry(self._config.uri, patience_s=REGISTRY_PATIENCE_S)
-        change, to = condemned.change, condemned.back_to.version
-        return self._registry.rollback(
-            by=f"draftloop serve, app {self._app}",
-            why=condemned.why,
-            expected=change,
-            # by itself the registry goes back to the champion before, which may not have proved itself either
-            to=None if to == change.previous else to or PLAIN,
+        change, back_to = condemned.change, condemned.back_to.version
+        roll_back = functools.partial(
+            self._registry.rollback, by=f"draftloop serve, app {self._app}", why=condemned.why, expected=change
         )
+        # by itself the registry goes back to the champion before, which may not have proved itself either
+        to = None if back_to == change.previous else back_to or PLAIN
+        try:
+            return roll_back(to=to)
+        except ChampionChangedError:
+            raise
+        except RegistryError as error:  # it will not go away: the version may have been pruned
+            if to == PLAIN:
+                raise
+            log.error("rolling back to plain decoding, since %s cannot be champion: %s", back_to, first_line(error))
+            return roll_back(to=PLAIN)
 
 
 class RemoteGuard:

@@ -181,6 +181,10 @@ class Drafting:
             s.draftable, s.pending_features = False, []
 
 
+class UntappedLayersError(ValueError):
+    """A drafter that reads layers which the engine does not tap; one line with the mend."""
+
+
 def is_behind(s: Sequence) -> bool:
     """Whether a drafter has to be told of the sequence in parts."""
     return s.cached - s.observed > MOST_PAIRS
@@ -193,7 +197,7 @@ def _feature_columns(backend: RowsBackend, drafter: Drafter) -> slice | torch.Te
         return slice(None)
     missing = sorted(set(want) - set(have))
     if missing:
-        raise ValueError(
+        raise UntappedLayersError(
             f"drafter {drafter.name} taps layers {missing}, which the engine does not tap ({list(have)}); "
             "build the engine with this drafter's target_layer_ids"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,3 +240,15 @@ def test_timings_do_not_grow_with_what_they_see(monkeypatch):
     assert len(timings.step) == 8
     assert sum(timings.verify_s.counts) == seen[True]
     assert sum(timings.base_s.counts) == seen[False]
+
+
+def test_the_page_is_made_from_copies_since_swaps_are_counted_in_other_threads():
+    class Counted(Counter):
+        def items(self):
+            for number, item in enumerate(super().items()):
+                self["done", str(number)] += 1
+                yield item
+
+    metrics = RequestMetrics("toy")
+    metrics._swaps = Counted({("done", "registry"): 1, ("refused", "registry"): 1})
+    assert b'drafter_swaps_total{model_name="toy",result="refused",source="registry"} 1.0' in metrics.render(None)

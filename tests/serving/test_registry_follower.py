@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from drafters.registry import Registry
+from drafters.target import NUM_TAPS
+from pipelines.generate_config import GenerateConfig
+from pipelines.redistill_config import RedistillConfig
 from serving.engine.sampling import Sampling
 from serving.metrics import engine_snapshot
 from serving.replica import Replica
@@ -176,7 +179,7 @@ def test_a_replica_starts_whatever_its_registry_holds(registry, publish, target_
     champion = Registry.champion
     if what == "away":
         monkeypatch.setattr(Registry, "champion", lambda self: (_ for _ in ()).throw(ConnectionError("away")))
-    with replica_of(target_dir, registry, target_layer_ids=[1]) as replica:
+    with replica_of(target_dir, registry) as replica:
         assert served(replica) == ("first" if what == "broken champion" else None)
         assert replica.model.drafter["path"] == (registry.version("first").uri if served(replica) else None)
         assert ("cannot be served" in caplog.text) == ("broken" in what)
@@ -200,3 +203,22 @@ def test_a_guard_that_is_away_changes_nothing(registry, publish, target_dir):
         assert (served(replica), card(replica)["champion"]["version"]) == ("first", "second")
         replica._follower._guard = guard
         wait(lambda: served(replica) == "second", "it does not go on")
+
+
+def test_an_engine_that_lacks_the_layers_of_a_later_champion_asks_to_be_started_anew(registry, tmp_path):
+    assert [GenerateConfig.num_taps, RedistillConfig.num_taps] == [NUM_TAPS] * 2
+    target_dir = save_echo_target(tmp_path / "deep", num_hidden_layers=5)
+    with replica_of(target_dir, registry) as replica:
+        tapped = replica._engine.between_rounds(lambda engine: engine.target_layer_ids).result(DEADLINE_S)
+        assert tuple(tapped) == (1, 2, 4), "what `generate` taps"
+        folder = save_one_token_drafter(tmp_path / "first", target_dir, RIGHT, taps=(3,))
+        promote(registry, registry.publish(folder, name="first", evaluation={"tau": 4.0}).name)
+        wait(lambda: replica._follower.asks_for_restart, "it does not ask")
+        with pytest.raises(RuntimeError, match="taps layers that this engine does not"):
+            asyncio.run(replica.check_health())
+        assert "[3]" in card(replica)["refused"]["1"]
+        asyncio.run(replica.reconfigure({"drafter": None}))
+        asyncio.run(replica.check_health())  # whoever wants it so gets no other replica
+    with replica_of(target_dir, registry) as replica:
+        wait(lambda: served(replica) == "first", "it does not serve what it was started for")
+        asyncio.run(replica.check_health())

@@ -9,7 +9,8 @@ import pytest
 
 from drafters.registry import Change
 from serving.live_tau import LiveTau, Tally, fall
-from serving.rollout import NOTHING, Condemned, Order, Report, Rollout, Taken
+from serving.rollout import Rollout
+from serving.rollout_reports import NOTHING, Condemned, Order, Report, Taken
 from serving.serve_config import RegistryFollowing
 
 CONFIG = RegistryFollowing(
@@ -20,7 +21,7 @@ CONFIG = RegistryFollowing(
 def tally(rounds: int, tau: float, plain: int = 0) -> Tally:
     """Rounds that accept 0 or 3 drafts."""
     full = round(rounds * (tau - 1) / 3)
-    return Tally(rounds=rounds, accepted=3 * full, squares=9 * full, emitted=rounds + 3 * full + plain)
+    return Tally(rounds=rounds, accepted=3 * full, squares=9 * full, emitted=rounds + 3 * full + plain, first=full)
 
 
 class Pointer:
@@ -65,6 +66,9 @@ class Replica:
         self.counted: dict[str | None, Tally] = {}
         self.tau = LiveTau(CONFIG.max_observe_s)
         self.next_at = fleet.now
+        self.lacks: set[str] = set()  # versions that tap layers which its engine does not
+        self.untapped: int | None = None
+        self.restart = False
         self.takes_at: float | None = None  # when a swap that it was told of is done
         self.taking: Taken | None = None
 
@@ -75,6 +79,9 @@ class Replica:
             more = tally(fleet.rounds_per_s, fleet.taus.get(version, 1.0)) if version else Tally(emitted=10)
             if version in fleet.seldom:
                 more = Tally(rounds=1, emitted=fleet.rounds_per_s)
+            elif version and fleet.drafted_per_s is not None:
+                drafted, plain = fleet.drafted_per_s, fleet.rounds_per_s - fleet.drafted_per_s
+                more = tally(drafted, fleet.taus[version], plain)
             self.counted[version] = self.counted.get(version, Tally()) + more
         if self.taking is not None and fleet.now >= self.takes_at:
             self._swap(self.taking)
@@ -84,6 +91,7 @@ class Replica:
 
     def _ask(self) -> None:
         fleet = self.fleet
+        fleet.asked += 1
         if self.serves is not None:
             self.tau.note(fleet.now, self.counted.get(self.serves.version, Tally()))
         refused = {c.number for c in fleet.pointer.history if c.version in self.refuses}
@@ -92,17 +100,21 @@ class Replica:
                 replica=self.name, champion=fleet.pointer.champion, serves=self.serves,
                 served_s=self.tau.served_s(fleet.now), now=self.tau.now, before=self.before,
                 before_tally=self.tau.before, settled=self.settled, refused=frozenset(refused),
-                condemned=self.condemned,
+                condemned=self.condemned, untapped=self.untapped,
             ),
             fleet.now,
         )  # fmt: skip
         self.condemned, self.settled = dict(order.condemned), order.settled
+        self.restart = order.restart
         self.next_at = fleet.now + (order.ask_again_s or CONFIG.poll_s)
         self._obey(order)
 
     def _obey(self, order: Order) -> None:
         take = order.take
         if take is None or take == self.serves or take.version in self.refuses:
+            return
+        if take.version in self.lacks:
+            self.untapped = take.number
             return
         if self.serves is None or take.version == self.serves.version:
             self._swap(take)
@@ -127,7 +139,9 @@ class Fleet:
         self.now = 0.0
         self.taus: dict[str | None, float] = {"old": 1.9}
         self.rounds_per_s = 40
+        self.asked = 0  # questions to the guard so far
         self.seldom: set[str] = set()
+        self.drafted_per_s: int | None = None  # of the rounds, whatever is served; None: all
         self.swaps: list[tuple[float, str, str | None]] = []
         self.rollout = Rollout(CONFIG, self.now)
         self.replicas: dict[str, Replica] = {}
@@ -225,15 +239,38 @@ def test_a_bad_version_of_which_little_is_seen_stays_with_one_replica_for_a_boun
     assert fleet.served == ["old", "old"]
 
 
-def test_a_drafter_that_the_engine_switches_off_is_no_lack_of_traffic():
-    fleet = Fleet(2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_drafter_that_the_engine_switches_off_is_no_lack_of_traffic(count):
+    fleet = Fleet(count)
     fleet.seldom.add("new")
     fleet.promote("new", 1.0)
     fleet.until(lambda: fleet.rollout.condemned)
     assert "tokens per round (it hardly drafts) 1.00 against 1.90" in fleet.rollout.condemned[2].why
-    assert fleet.served.count("old") >= 1
+    assert fleet.having("old") or count == 1
     fleet.run(10)
-    assert fleet.served == ["old", "old"]
+    assert fleet.served == ["old"] * count
+
+
+@pytest.mark.parametrize("drafted", [0, 3])
+def test_a_load_that_switches_drafting_off_is_not_blamed_on_the_new_version(drafted):
+    """Of one replica, that was quiet before: nobody else tells what the load does."""
+    fleet = Fleet(1)
+    fleet.run(100)
+    fleet.drafted_per_s = drafted
+    fleet.promote("new", 1.9)
+    fleet.until(lambda: fleet.having("new"))
+    fleet.run(int(CONFIG.observe_s) + 60)
+    assert "goes on to all" not in "".join(fleet.rollout.news), "with so little it waits"
+    fleet.until(lambda: fleet.rollout._says() == "steady")
+    assert fleet.served == ["new"]
+    fleet.drafted_per_s = None
+    fleet.run(int(CONFIG.max_observe_s))
+    fleet.drafted_per_s = drafted
+    fleet.promote("bad", 1.0)
+    fleet.until(lambda: fleet.served == ["bad"])
+    fleet.until(lambda: fleet.rollout._says() == "steady")
+    fleet.run(5)
+    assert fleet.served == (["new"] if drafted else ["bad"]), "a few drafts tell, none do not"
 
 
 def test_harder_traffic_is_not_blamed_on_the_new_version():
@@ -281,6 +318,9 @@ def test_a_guard_that_dies_before_the_registry_is_told_leaves_nothing_behind():
     fleet.until(lambda: fleet.rollout.condemned)
     fleet.run(5)
     assert fleet.served == ["old", "old"], "the replicas do not wait for the registry"
+    asked = fleet.asked
+    fleet.run(20)
+    assert fleet.asked - asked <= 2 * 20 / CONFIG.poll_s, "nor do they hurry to ask whether it is told"
     fleet.new_guard()
     late = fleet.join()
     fleet.run(30)
@@ -336,6 +376,64 @@ def test_a_replica_that_dies_hands_the_trial_to_another_and_three_are_too_many()
     fleet.run(10)
     assert fleet.actions[-1] == ("rollback", "old")
     assert set(fleet.served) == {"old"}
+
+
+def test_a_lone_replica_that_dies_is_not_forgotten_while_the_next_one_starts():
+    fleet = Fleet(1)
+    fleet.promote("new", 2.0)
+    for lost in range(3):
+        fleet.until(lambda: fleet.having("new"))
+        assert not fleet.rollout.condemned, lost
+        fleet.run(3)
+        fleet.replicas.clear()
+        fleet.run(200)
+        fleet.join()
+    fleet.until(lambda: fleet.rollout.condemned)
+    assert fleet.rollout.condemned[2].reason == "lost"
+    fleet.run(10)
+    assert fleet.actions[-1] == ("rollback", "old")
+    assert fleet.served == ["old"]
+
+
+def test_a_guard_that_nobody_reached_takes_nobody_for_lost():
+    fleet = Fleet(5)
+    fleet.promote("new", 2.0)
+    fleet.until(lambda: fleet.served == ["new"] * 5)
+    assert fleet.rollout._says().startswith("rolling out new")
+    fleet.now += 120
+    fleet.until(lambda: fleet.rollout._says() == "steady")
+    assert not fleet.rollout.condemned
+    assert "lost" not in "".join(fleet.rollout.news)
+    assert fleet.served == ["new"] * 5
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_replicas_that_tap_other_layers_are_started_anew_one_by_one(count):
+    fleet = Fleet(count, Pointer(None))
+    for replica in fleet.replicas.values():
+        replica.lacks = {"first"}
+    fleet.promote("first", 1.8)
+
+    def restarting() -> list[str]:
+        return [name for name, replica in fleet.replicas.items() if replica.restart]
+
+    for number in range(count):
+        fleet.until(restarting)
+        assert len(fleet.having("first")) == number, "the one before does not serve yet"
+        (name,) = restarting()
+        fleet.run(30)
+        assert restarting() == [name]
+        del fleet.replicas[name]
+        fleet.rollout.leave(name)
+        fleet.run(30)
+        assert restarting() == []
+        fleet.join()
+        if number == 0:
+            fleet.until(lambda: fleet.having("first"))
+            fleet.run(int(CONFIG.observe_s) - 10)
+            assert restarting() == [], "the first is observed alone"
+    fleet.until(lambda: fleet.served == ["first"] * count and fleet.rollout._says() == "steady")
+    assert fleet.actions == [("promote", "first")]
 
 
 def test_replicas_that_are_stopped_are_not_lost():
@@ -439,6 +537,11 @@ def test_tallies_and_what_is_a_fall():
     assert fall(tally(10**6, 1.78), {"before": tally(10**6, 2.0)}, **rule)
     assert fall(tally(200, 1.78), {"before": tally(200, 2.0)}, **rule) is None, "within the noise"
     assert fall(tally(10**4, 1.5), {"before": tally(10**4, 2.0), "beside": tally(10**4, 1.5)}, **rule) is None
+    quiet, few, bad = tally(10**4, 2.0), tally(60, 2.0, 3000), tally(60, 1.0, 3000)
+    assert fall(few, {"before": quiet}, **rule) is None, "the load may have switched it off"
+    assert fall(few, {"before": quiet, "on other replicas": quiet}, **rule), "but it has not where others draft"
+    assert fall(bad, {"before": quiet}, **rule), "nor where first drafts are wrong"
+    assert fall(bad, {"before": tally(60, 2.0, 3000)}, **rule) is None, "too few rounds with drafts for a fall of them"
 
 
 def test_the_window_before_a_swap_is_recent():

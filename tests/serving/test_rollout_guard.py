@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from drafters.registry import ChampionChangedError, Change
+from drafters.registry import PLAIN, ChampionChangedError, Change, RegistryError
 from serving import rollout_guard
 from serving.live_tau import Tally
-from serving.rollout import Order, Report, Taken
+from serving.rollout_reports import Order, Report, Taken
 from serving.rollout_guard import RolloutGuard
-from serving.serve_config import RegistryFollowing
+from serving.serve_config import RegistryFollowing, ServeConfig
 
 CONFIG = RegistryFollowing(uri="none", poll_s=0.01, observe_s=0.1, min_rounds=10, max_observe_s=60)
 GOOD, BAD = Tally(rounds=100, accepted=90, squares=90, emitted=190), Tally(rounds=100, emitted=100)
@@ -104,3 +104,22 @@ def test_it_goes_back_to_what_had_proved_itself(old, to):
     with_bad_champion(registry, change(8, "bad", "bad's parent"), Taken(number=2, version=old))
     assert registry.done.wait(30)
     assert registry.asked[0]["to"] == to
+
+
+def test_where_the_way_back_is_gone_it_goes_back_to_plain_decoding(caplog):
+    old = Taken(number=1, version="old")
+    back = change(3, None, "bad", "rollback")
+    gone = RegistryError("version old was removed")
+    registry = FakeRegistry(gone, ConnectionError("away"), gone, back)
+    champion = change(2, "bad", "old")
+    guard, _ = with_bad_champion(registry, champion, old)
+    assert registry.done.wait(30)
+    wait(lambda: not guard._teller.is_alive())
+    assert [asked["to"] for asked in registry.asked] == [None, PLAIN, None, PLAIN]
+    assert "rolling back to plain decoding" in caplog.text
+    order = guard.ask(Report(replica="r", champion=champion, serves=old, settled=old))
+    assert order.take == Taken(number=3, version=None)
+
+
+def test_a_guard_outlives_the_start_of_a_lone_replica():
+    assert rollout_guard._LONELY_S >= 2 * ServeConfig.model_fields["start_timeout_s"].default
