@@ -45,7 +45,10 @@ def schedule(
     settle_minutes: Annotated[
         float, typer.Option(min=0, help="A window ends so long before its run: answers must have reached the log.")
     ] = 5.0,
-    rest_minutes: Annotated[float, typer.Option(min=0, help="After a run, before rows or tau start another.")] = 30.0,
+    rest_minutes: Annotated[
+        float,
+        typer.Option(min=0, help="After a run, before rows or tau start another; tau: doubled by each run in vain."),
+    ] = 30.0,
     redistill_run: Annotated[
         str | None, typer.Option(help="Run file with further options of redistill, at a path that the cluster has.")
     ] = None,
