@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from cluster.drill_faults import POISONS, poison, publish_bad
 from cluster.drill_report import Event, markdown, plot, stretches
 from cluster.drill_traffic import Traffic
 from cluster.quickstart import first_drafter, free_port
+from cluster.show_drill import drill_tables
 from drafters.registry import Registry
 from pipelines.data import shipped
 from pipelines.evaluate import EvaluateConfig, Evaluation, evaluate, versions
@@ -36,12 +38,14 @@ from pipelines.redistill import redistill
 from pipelines.redistill_config import RedistillConfig, RedistillReport
 from pipelines.step_config import StepConfig
 from pipelines.traffic_window import WindowConfig
+from pipelines.window_folder import known_windows
 from serving.serve_app import run_app, shutdown
 from serving.serve_config import RegistryFollowing, ServeConfig
 from serving.traffic_log import TrafficLogConfig
 
 PHASES = ("gsm8k_test", "mbpp", "russian")  # the first is what the drafter was trained for
 HELD_OUT = 20  # the last prompts of a set: no client asks them
+WORK = "redistill"  # folder of the windows
 GATE_TOKENS = 64  # of each of the gate's answers
 LOOK_EVERY_S = 0.5  # at what the endpoint serves
 FLUSH_S = 2.0  # until an answer is in the log
@@ -73,11 +77,12 @@ class DrillConfig:
 def drill(console: Console, config: DrillConfig) -> dict[str, Any]:
     """All of it; returns the facts of drill.json. Raises the stages' own errors, or DrillError."""
     config.output.mkdir(parents=True, exist_ok=True)
+    registry = Registry(str(config.output / "registry"))
+    _refuse_earlier(config.output, registry)
     drafter, replay = config.drafter, config.replay
     if drafter is None:
         made = first_drafter(console, config.target, config.output, config.questions, 8.0, ("1 of 4", "2 of 4"))
         drafter, replay = made.drafter, str(made.rollouts)
-    registry = Registry(str(config.output / "registry"))
     if registry.champion() is None:
         first = registry.publish(drafter, data={"drill": "GSM8K"})
         registry.promote(first.name, by="draftloop drill", why="the first drafter", expected=None)
@@ -96,6 +101,13 @@ def drill(console: Console, config: DrillConfig) -> dict[str, Any]:
         assert champion is not None
         compared = _compare(config, registry, static, champion.version or static, stage)
     return _write(console, config, run, compared)
+
+
+def _refuse_earlier(output: Path, registry: Registry) -> None:
+    """Another drill's versions and windows are no beginning; its rollouts and drafter are. Raises DrillError."""
+    if len(registry.history()) > 1 or known_windows(str(output / WORK)):
+        left = ", ".join(str(output / name) for name in ("registry", "traffic*", f"{WORK}*"))
+        raise DrillError(f"an earlier drill has been here; give another --output, or remove {left}")
 
 
 class _Drill:
@@ -167,7 +179,7 @@ class _Drill:
         for kind in POISONS:
             log = poison(traffic, self._config.output / f"traffic-{kind}", kind)
             settings = replace(
-                self._redistill_config(), traffic=str(log), work=str(self._config.output / f"redistill-{kind}"),
+                self._redistill_config(), traffic=str(log), work=str(self._config.output / f"{WORK}-{kind}"),
                 until=until,
             )  # fmt: skip
             serves = self._serves
@@ -203,7 +215,7 @@ class _Drill:
             target=config.target,
             traffic=str(config.output / "traffic"),
             registry=self._registry.uri,
-            work=str(config.output / "redistill"),
+            work=str(config.output / WORK),
             since=self._phase_began(),
             settle_s=FLUSH_S,
             min_rows=min(60, config.answers // 2),
@@ -244,9 +256,9 @@ class _Drill:
             try:
                 with urllib.request.urlopen(f"{base_url}/models", timeout=10) as answer:
                     card = json.loads(answer.read())["data"][0]["metadata"]["drafter"]
-            except (OSError, ValueError):
+                version = card["version"] or "plain decoding"
+            except (OSError, ValueError, LookupError, TypeError, HTTPException):
                 continue  # a look that failed is not the drill's end
-            version = card["version"] or "plain decoding"
             if version != self._serves:
                 self._serves = version
                 self._note("serving", version)
@@ -306,5 +318,5 @@ def _write(console: Console, config: DrillConfig, run: _Drill, compared: list[di
     title = f"{config.target}, {config.concurrency} streams: live tau and tokens/s while traffic shifts"
     (config.output / "drill.svg").write_text(plot(replies, run.events, title))
     (config.output / "drill.md").write_text(markdown(rows, compared))
-    console.print(show.drill_tables(rows, compared))
+    console.print(drill_tables(rows, compared))
     return facts

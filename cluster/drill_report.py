@@ -51,7 +51,8 @@ def stretches(replies: Sequence[Reply], events: Sequence[Event]) -> list[Stretch
         since, until = mark.at_s, marks[number + 1].at_s if number + 1 < len(marks) else float("inf")
         whole = [r for r in replies if r.phase == phase and since <= r.at_s - r.seconds and r.at_s < until]
         ended = [r for r in replies if since <= r.at_s < until]
-        if not whole:
+        failed = sum(r.error is not None for r in ended)
+        if not whole and not failed:
             continue
         good = [r for r in whole if r.error is None]
         seconds = sum(r.seconds for r in good)
@@ -60,7 +61,7 @@ def stretches(replies: Sequence[Reply], events: Sequence[Event]) -> list[Stretch
                 phase=phase,
                 drafter=drafter,
                 replies=len(whole),
-                failed=sum(r.error is not None for r in ended),
+                failed=failed,
                 tokens=sum(r.tokens for r in good),
                 tau=acceptance_of(good).tau,
                 tokens_per_s=sum(r.tokens for r in good) / seconds if seconds else 0.0,
@@ -136,16 +137,19 @@ def markdown(stretch_rows: Sequence[Stretch], compared: Sequence[dict[str, Any]]
     lines = ["| traffic | drafter in service | answers | failed | tau | tokens/s of a stream | longest gap |"]
     lines.append("|---|---|---|---|---|---|---|")
     for s in stretch_rows:
-        tau = "-" if s.tau is None else f"{s.tau:.2f}"
         lines.append(
-            f"| {s.phase} | {s.drafter} | {s.replies} | {s.failed} | {tau} | {s.tokens_per_s:.1f} | "
+            f"| {s.phase} | {s.drafter} | {s.replies} | {s.failed} | {_tau(s.tau)} | {s.tokens_per_s:.1f} | "
             f"{s.longest_gap_s:.2f} s |"
         )
     lines += ["", "| held-out prompts | static drafter: tau, S | the loop's last: tau, S | equal outputs |"]
     lines.append("|---|---|---|---|")
     for row in compared:
         lines.append(
-            f"| {row['prompts']} ({row['count']}) | {row['static_tau']:.2f}, {row['static_s']:.2f} | "
-            f"{row['loop_tau']:.2f}, {row['loop_s']:.2f} | {row['equal']} of {row['of']} |"
+            f"| {row['prompts']} ({row['count']}) | {_tau(row['static_tau'])}, {row['static_s']:.2f} | "
+            f"{_tau(row['loop_tau'])}, {row['loop_s']:.2f} | {row['equal']} of {row['of']} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _tau(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -9,18 +9,17 @@ from __future__ import annotations
 import os
 import shlex
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal, Protocol, TypeVar
 
 from drafters.remote import first_line
-from pipelines.window_folder import BEGINNING
 
 T = TypeVar("T")
 
 ANSWER_S = 60.0  # that the job server may take for an answer
-TIME = "%Y%m%dT%H%M%SZ"
+RENOUNCED_S = 600.0  # a question that is older than this will not be answered any more
 
 
 class JobServerError(RuntimeError):
@@ -57,20 +56,6 @@ class Attempt:
     failures: tuple[str, ...] = ()  # of the tries before, and of this one if it is given up; one line each
 
 
-def window_id(since: datetime | None, until: datetime) -> str:
-    """`TrafficWindow.id` of that window."""
-    since = (since or BEGINNING).astimezone(UTC)  # the first window takes all traffic there is
-    return f"{since.strftime(TIME)}-{until.astimezone(UTC).strftime(TIME)}"
-
-
-def window_until(window: str) -> datetime | None:
-    """Where the window of that id ends; None if it is no window's id."""
-    try:
-        return datetime.strptime(window.partition("-")[2], TIME).replace(tzinfo=UTC)
-    except ValueError:
-        return None
-
-
 def latest_attempt(jobs: JobServer, window: str, attempts: int) -> Attempt:
     """How far the window's run is: one that failed or was stopped is tried again, `attempts` times in all."""
     failures: list[str] = []
@@ -104,6 +89,7 @@ class RayJobs:
     def __init__(self, address: str | None, runtime_env: Mapping[str, Any] | None = None, answer_s: float = ANSWER_S):
         self._address, self._runtime_env, self._answer_s = address, dict(runtime_env or {}), answer_s
         self._client: Any = None
+        self._latest: tuple[threading.Thread | None, float] = (None, 0.0)  # question, and when it was asked
 
     @property
     def address(self) -> str:
@@ -139,33 +125,41 @@ class RayJobs:
             return question(self._client)
 
         try:
-            return _within(self._answer_s, ask)
+            return self._within(ask)
         except (OSError, RuntimeError, ValueError) as error:  # what the client raises; requests' errors are OSErrors
             if not isinstance(error, RuntimeError):
                 self._client = None  # the head may come back under another address
             where = self._address or os.environ.get("RAY_ADDRESS") or "this machine"
             raise JobServerError(f"Ray's job server at {where}: {first_line(error)}") from error
 
+    def _within(self, operation: Callable[[], T]) -> T:
+        """The operation's result. Raises TimeoutError: the client would wait for ever for a server that hangs.
 
-def _within(seconds: float, operation: Callable[[], T]) -> T:
-    """The operation's result. Raises TimeoutError: the client would wait for ever for a server that hangs."""
-    found: list[T] = []
-    failed: list[BaseException] = []
+        While a question is out nothing else is asked, so that a server that hangs costs one thread, not one a look. But
+        a connection whose other end is gone never ends: after RENOUNCED_S the server is asked anew.
+        """
+        silent = f"no answer for {self._answer_s:.0f} s"
+        out, begun = self._latest
+        if out is not None and out.is_alive() and time.monotonic() - begun < RENOUNCED_S:
+            raise TimeoutError(silent)
+        found: list[T] = []
+        failed: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            found.append(operation())
-        except BaseException as error:  # raised again below, in the caller's thread
-            failed.append(error)
+        def run() -> None:
+            try:
+                found.append(operation())
+            except BaseException as error:  # raised again below, in the caller's thread
+                failed.append(error)
 
-    thread = threading.Thread(target=run, name="job server", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer for {seconds:.0f} s")
-    if failed:
-        raise failed[0]
-    return found[0]
+        thread = threading.Thread(target=run, name="job server", daemon=True)
+        self._latest = thread, time.monotonic()
+        thread.start()
+        thread.join(self._answer_s)
+        if thread.is_alive():
+            raise TimeoutError(silent)
+        if failed:
+            raise failed[0]
+        return found[0]
 
 
 def _last_line(text: str) -> str:

@@ -113,4 +113,5 @@ def redistill(
         )  # fmt: skip
         with show.stage(console, f"redistill: {target} from {traffic}", as_json) as stage:
             report = make(config, stage.say)
-        end(report, show.redistill_table, as_json, f"draftloop registry show --registry {registry}")
+        look = f"show {report.version}" if report.version else "list"
+        end(report, show.redistill_table, as_json, f"draftloop registry {look} --registry {registry}")

@@ -9,30 +9,31 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from cluster.job_submission import Attempt, JobServer, JobServerError, latest_attempt, submit_once, window_id
+from cluster.job_submission import Attempt, JobServer, JobServerError, latest_attempt, submit_once
 from cluster.schedule_state import (
     SAID,
     Outcome,
     Run,
     Said,
     ScheduleState,
+    TauRuns,
     asked_to_stop,
-    forget_stop,
     load_state,
     schedule_folder,
 )
-from cluster.triggers import Sources, TriggerConfig, decide, next_moment, pass_over
+from cluster.triggers import NOT_RUNNING, Decision, Sources, TriggerConfig, decide, next_moment, pass_over
 from drafters.atomic_files import AtomicFolder
 from drafters.remote import first_line
-from pipelines.run_lease import TTL_S, LeaseLostError, RunLease
+from pipelines.run_lease import TTL_S, LeaseLostError, RunLease, lease_record
 from pipelines.traffic_selection import TrafficWindow
 
 STOP_LOOK_S = 5.0  # between two looks for a request to stop
+HELD_UP = "the schedule was held up"  # why moments of the cron expression were missed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,32 +75,31 @@ def keep_schedule(
     say: Callable[[str], None],
     ended: threading.Event,
     owner: str = "schedule",
-    afresh: bool = True,
 ) -> None:
     """The schedule until `ended`, or until `schedule --stop` asks for its end. A run that is going on is left alone.
 
-    Started `afresh` it does not heed what an earlier one was asked. Raises LeaseHeldError if there is another for this
-    work folder. A file server that goes away is waited for.
+    Raises LeaseHeldError if there is another for this work folder. A file server that goes away is waited for.
     """
-    folder, begun = schedule_folder(config.work), False
+    folder, absence = schedule_folder(config.work), NOT_RUNNING
+    tokens: set[str] = set()  # of its leases: a request to stop may name one that it has lost meanwhile
     while not ended.is_set():
         try:
             with RunLease(folder, owner, config.lease_ttl_s) as lease:
-                if afresh and not begun:
-                    forget_stop(folder)
-                begun = True
-                _keep(Schedule(config, sources, jobs, say), lease, ended)
+                held = lease_record(folder)
+                tokens |= {held.token} if held else set()
+                _keep(Schedule(config, sources, jobs, say, absence=absence), lease, tokens, ended)
                 return
         except (LeaseLostError, OSError) as error:
-            if not begun:
+            if not tokens:
                 raise
+            absence = f"{HELD_UP}, its folder could not be reached"
             say(f"{first_line(error)}; taking it up again")
             ended.wait(config.lease_ttl_s / 3)
 
 
-def _keep(schedule: Schedule, lease: RunLease, ended: threading.Event) -> None:
+def _keep(schedule: Schedule, lease: RunLease, tokens: set[str], ended: threading.Event) -> None:
     wake = time.monotonic()
-    while not schedule.is_asked_to_stop():
+    while not schedule.is_asked_to_stop(tokens):
         lease.check()
         left = wake - time.monotonic()
         if left <= 0:
@@ -111,7 +111,10 @@ def _keep(schedule: Schedule, lease: RunLease, ended: threading.Event) -> None:
 
 
 class Schedule:
-    """A schedule between two ticks: its state in memory is what the file holds."""
+    """A schedule between two ticks: its state in memory is what the file holds.
+
+    `absence` says why moments of the cron expression before its beginning were missed.
+    """
 
     def __init__(
         self,
@@ -120,16 +123,18 @@ class Schedule:
         jobs: JobServer,
         say: Callable[[str], None],
         now: Callable[[], datetime] = utc_now,
+        absence: str = NOT_RUNNING,
     ):
         self.config, self._sources, self._jobs, self._out, self._now = config, sources, jobs, say, now
         self._folder: AtomicFolder = schedule_folder(config.work)
+        self._begun, self._absence = now(), absence
         self._trouble: str | None = None
         self._unsaved = False
         cron = f"{config.triggers.cron or 'never'} {config.triggers.time_zone}"
         state = load_state(self._folder)
         if state is None or state.cron != cron:  # moments of another expression are not missed
             old = state.model_dump() if state else {}
-            state = ScheduleState.model_validate(old | {"cron": cron, "cron_seen": now()})
+            state = ScheduleState.model_validate(old | {"cron": cron, "cron_seen": self._begun})
         self.state = state
         self._say("begun" if state.run is None else f"back at {state.run.submission_id}")
         self._save()
@@ -153,9 +158,10 @@ class Schedule:
         self._say("stopped on request")
         self._save()
 
-    def is_asked_to_stop(self) -> bool:
+    def is_asked_to_stop(self, tokens: Collection[str]) -> bool:
+        """Whether the holder of one of these leases is."""
         try:
-            return asked_to_stop(self._folder)
+            return asked_to_stop(self._folder) in tokens
         except OSError:
             return False  # the file server is away; the next look will tell
 
@@ -172,24 +178,49 @@ class Schedule:
             cron_seen=state.cron_seen,
             since=since,
             rested=last.ended_at if last else None,
+            tau_runs={state.tau_runs.champion: state.tau_runs.runs} if state.tau_runs else None,
+            absence=self._why_absent(),
         )
-        self._see(decision.cron_seen, decision.skipped)
+        run = self._due(decision, now)  # before the moment counts as dealt with: sources may be away
+        state.run = run
+        self._count_tau_runs(decision)
+        self._see(decision.cron_seen, decision.skipped, f"due: {run.why}" if run else None)
+        if run is not None:
+            return self._follow(run)
+        coming = next_moment(triggers, now)
+        until_then = (coming - now).total_seconds() if coming else self.config.look_s
+        return min(self.config.look_s, max(until_then, 0.0))
+
+    def _count_tau_runs(self, decision: Decision) -> None:
+        """Of the champion of now; say once for each that live tau rests longer after it."""
+        counted = self.state.tau_runs
+        if decision.champion is not None:
+            runs = counted.runs if counted and counted.champion == decision.champion else 0
+            self.state.tau_runs = TauRuns(champion=decision.champion, runs=runs + 1)
+        elif decision.resting and counted and not counted.told:
+            counted.told = True
+            self._say(decision.resting)
+
+    def _due(self, decision: Decision, now: datetime) -> Run | None:
+        """The run that a decision starts."""
         if decision.until is None:
-            coming = next_moment(triggers, now)
-            until_then = (coming - now).total_seconds() if coming else self.config.look_s
-            return min(self.config.look_s, max(until_then, 0.0))
-        window = window_id(self._sources.begins(), decision.until)
-        run = Run(
+            return None
+        window = TrafficWindow(since=self._sources.begins(), until=decision.until).id
+        return Run(
             window=window, until=decision.until, why=decision.why, started_at=now, submit_at=now,
             submission_id=f"redistill-{window}",
         )  # fmt: skip
-        state.run = run
-        self._say(f"due: {decision.why}")
-        self._save()  # before anything is submitted: whoever comes back asks for this id
-        return self._follow(run)
+
+    def _why_absent(self) -> str:
+        """Why moments were missed, if some were: nobody was there, or looks failed."""
+        reasons = [self._absence] if self.state.cron_seen < self._begun else []
+        reasons += [f"{HELD_UP}: {self._trouble}"] if self._trouble else []
+        return ", then ".join(reasons) or HELD_UP
 
     def _follow(self, run: Run) -> float:
         """See to it that the run goes on, and to its end."""
+        if self._unsaved:
+            self._save()  # before anything is submitted: whoever comes back asks for this id
         now, config = self._now(), self.config
         attempt = latest_attempt(self._jobs, run.window, config.attempts)
         self._tell_failures(run, attempt, now)
@@ -236,13 +267,14 @@ class Schedule:
         self._see(decision.cron_seen, decision.skipped)
         return 0.0
 
-    def _see(self, cron_seen: datetime, skipped: str | None) -> None:
-        """Moments up to there are dealt with, and what was skipped is said: both in one write, so that it is once.
+    def _see(self, cron_seen: datetime, *told: str | None) -> None:
+        """Moments up to there are dealt with, and what there is to tell is said: all in one write, so that it is once.
 
         Where nothing was said no moment came, and the file may go on with the older time.
         """
-        if skipped:
-            self._say(skipped)
+        for text in told:
+            if text:
+                self._say(text)
         self.state.cron_seen = cron_seen
         if self._unsaved:
             self._save()

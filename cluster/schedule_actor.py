@@ -20,10 +20,10 @@ import ray
 
 from cluster.job_submission import RayJobs
 from cluster.schedule import ScheduleConfig, keep_schedule
-from cluster.schedule_state import forget_stop, schedule_folder
+from cluster.schedule_state import schedule_folder
 from cluster.trigger_sources import sources_of
 from drafters.remote import first_line
-from pipelines.run_lease import LeaseHeldError, lease_record
+from pipelines.run_lease import LeaseHeldError
 
 NAMESPACE = "draftloop"
 ANSWER_S = 120.0  # that Ray may take to start the actor, a new node's environment included
@@ -51,7 +51,7 @@ class ScheduleActor:
         sources = sources_of(config.traffic, config.registry, config.work)
         while True:
             try:
-                keep_schedule(config, sources, jobs, log, threading.Event(), "detached schedule", afresh=False)
+                keep_schedule(config, sources, jobs, log, threading.Event(), "detached schedule")
                 break
             except (LeaseHeldError, OSError) as error:  # its own, before it was killed, or a file server that is away
                 log(f"{first_line(error)}; trying again")
@@ -77,10 +77,8 @@ def start_detached(config: ScheduleConfig, runtime_env: Mapping[str, Any]) -> bo
 
     Raises DetachedError if it runs with other ones, or does not start.
     """
-    name, folder = actor_name(config.work), schedule_folder(config.work)
-    existed, held = _exists(name), lease_record(folder)
-    if not existed and (held is None or held.released):
-        forget_stop(folder)
+    name = actor_name(config.work)
+    existed = _exists(name)
     actor: Any = (
         ray.remote(ScheduleActor)
         .options(name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1, num_cpus=0)

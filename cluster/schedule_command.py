@@ -22,6 +22,7 @@ from cluster.command import JsonOption, TargetOption, console, fail, given, one_
 from cluster.run_file import RunOption
 
 STOP_WAIT_S = 90.0  # a look of the schedule may be under way, and a file server take its time
+STOP_LOOK_S = 1.0  # between two looks whether it has stopped
 
 
 def schedule(
@@ -44,7 +45,10 @@ def schedule(
     settle_minutes: Annotated[
         float, typer.Option(min=0, help="A window ends so long before its run: answers must have reached the log.")
     ] = 5.0,
-    rest_minutes: Annotated[float, typer.Option(min=0, help="After a run, before rows or tau start another.")] = 30.0,
+    rest_minutes: Annotated[
+        float,
+        typer.Option(min=0, help="After a run, before rows or tau start another; tau: doubled by each run in vain."),
+    ] = 30.0,
     redistill_run: Annotated[
         str | None, typer.Option(help="Run file with further options of redistill, at a path that the cluster has.")
     ] = None,
@@ -179,13 +183,16 @@ def _stop(work: str) -> None:
     if held is None or held.released or held.is_long_dead(datetime.now(UTC)):
         _print(f"no schedule runs on {work}")
         return
-    ask_to_stop(folder)
-    _print(f"asked {held} to stop")
-    deadline = time.monotonic() + STOP_WAIT_S
-    while (now := lease_record(folder)) is not None and not now.released:
+    asked, deadline = "", time.monotonic() + STOP_WAIT_S
+    while held is not None and not held.released:
+        if held.token != asked:  # also one that was started again before it heeded the request
+            ask_to_stop(folder, held.token)
+            _print(f"asked {held} to stop")
+            asked = held.token
         if time.monotonic() > deadline:
             fail(f"no answer in {STOP_WAIT_S:.0f} s; if it is not dead, it stops when its file server is back", 1)
-        time.sleep(1.0)
+        time.sleep(STOP_LOOK_S)
+        held = lease_record(folder)
     state = load_state(folder)
     going = f"; {state.run.submission_id} goes on, `ray job stop` ends it" if state and state.run else ""
     _print(f"stopped{going}")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -47,6 +48,14 @@ class Outcome(_Record):
     ended_at: datetime
 
 
+class TauRuns(_Record):
+    """Runs that the live tau of a champion started, and that it outlived."""
+
+    champion: str
+    runs: int
+    told: bool = False  # that live tau rests longer now
+
+
 class Said(_Record):
     at: datetime
     text: str
@@ -59,6 +68,7 @@ class ScheduleState(_Record):
     cron_seen: datetime  # moments up to here are dealt with
     run: Run | None = None
     last: Outcome | None = None
+    tau_runs: TauRuns | None = None  # of the latest version whose live tau started one
     said: list[Said] = []
 
     def save(self, folder: AtomicFolder) -> None:
@@ -80,15 +90,14 @@ def load_state(folder: AtomicFolder) -> ScheduleState | None:
         raise ScheduleStateError(f"{where} is no schedule's state ({what}); move it away to begin anew") from None
 
 
-def ask_to_stop(folder: AtomicFolder) -> None:
-    folder.write(STOP, f'{{"at": "{datetime.now(UTC).isoformat()}"}}'.encode())
+def ask_to_stop(folder: AtomicFolder, token: str) -> None:
+    """Ask the schedule that holds the lease of that token; later ones are not meant."""
+    folder.write(STOP, json.dumps({"at": datetime.now(UTC).isoformat(), "token": token}).encode())
 
 
-def asked_to_stop(folder: AtomicFolder) -> bool:
-    return folder.size(STOP) is not None
-
-
-def forget_stop(folder: AtomicFolder) -> None:
-    """What an earlier schedule was asked is no matter of the next one."""
-    if asked_to_stop(folder):
-        folder.fs.rm_file(folder.path(STOP))
+def asked_to_stop(folder: AtomicFolder) -> str | None:
+    """The token of the lease whose holder was asked last; None if nobody was."""
+    try:
+        return str(json.loads(folder.read(STOP))["token"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # the latter three: no file of ours
+        return None

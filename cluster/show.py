@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from cluster.drill_report import Stretch
+from cluster.facts_table import facts_table
 from pipelines.curve_point import CurvePoint
 from pipelines.evaluate import EvaluateProgress, Evaluation
 from pipelines.generate import GenerateProgress, GenerateReport
@@ -107,7 +107,7 @@ def as_json(report: Any) -> str:
 
 def generate_table(report: GenerateReport) -> RenderableType:
     """The facts and, where rows were rejected, how many for which reason."""
-    table = _facts("rollouts")
+    table = facts_table("rollouts")
     table.add_row("sequences", f"{report.rows:,} ({report.rejected} rejected)")
     table.add_row("response tokens", f"{report.response_tokens:,}")
     table.add_row("size", f"{report.bytes / 1e6:,.1f} MB")
@@ -126,7 +126,7 @@ def generate_table(report: GenerateReport) -> RenderableType:
 
 
 def train_table(report: TrainReport) -> Table:
-    table = _facts("drafter")
+    table = facts_table("drafter")
     table.add_row("kind", f"{KINDS[report.kind]}, {report.parameters / 1e6:.1f} M parameters")
     table.add_row("trained on", f"{report.training_sequences:,} sequences, {report.response_tokens:,} response tokens")
     table.add_row("steps", f"{report.steps} in {report.seconds:.0f} s, start included")
@@ -151,7 +151,7 @@ def train_table(report: TrainReport) -> Table:
 
 def evaluation_table(e: Evaluation) -> Table:
     title = f"{e.drafter} on {e.prompt_set}: {e.prompts} prompts, batch {e.batch}, {e.dtype}, {e.backend} backend"
-    table = _facts(title)
+    table = facts_table(title)
     low, _, high = e.s_measured_quartiles
     shape = f"trees of {e.tree_nodes} nodes" if e.tree_nodes else f"{e.num_draft_tokens} drafts"
     table.add_row("tau", "-" if e.tau is None else f"{e.tau:.2f} ({shape} per round)")
@@ -171,7 +171,7 @@ def evaluation_table(e: Evaluation) -> Table:
 
 def redistill_table(report: RedistillReport) -> RenderableType:
     """What became of the window, and the gate's lines."""
-    table = _facts(f"window {report.window}{' (done before)' if report.repeated else ''}")
+    table = facts_table(f"window {report.window}{' (done before)' if report.repeated else ''}")
     table.add_row("verdict", f"[{'green' if report.verdict == 'promoted' else 'yellow'}]{report.verdict}[/]")
     table.add_row("why", escape(report.why))
     if report.version:
@@ -193,32 +193,6 @@ def redistill_table(report: RedistillReport) -> RenderableType:
         figures = ("-" if v is None else f"{v:.2f}" for v in (line["champion"], line["challenger"], line["threshold"]))
         gate.add_row(line["name"], *figures, "[green]passed[/]" if line["passed"] else "[red]failed[/]")
     return Group(table, gate)
-
-
-def drill_tables(stretches: Sequence[Stretch], compared: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Live figures between shifts and swaps, and the static drafter against the loop's last one."""
-    live = Table(title="in service", title_justify="left", title_style="bold")
-    for name in ("traffic", "drafter", "answers", "failed", "tau", "tokens/s of a stream", "longest gap"):
-        live.add_column(name, justify="left" if name in ("traffic", "drafter") else "right")
-    for s in stretches:
-        tau = "-" if s.tau is None else f"{s.tau:.2f}"
-        figures = (str(s.replies), str(s.failed), tau, f"{s.tokens_per_s:.1f}", f"{s.longest_gap_s:.2f} s")
-        live.add_row(s.phase, escape(s.drafter), *figures)
-    beside = Table(title="held-out prompts, batch 1", title_justify="left", title_style="bold")
-    for name in ("prompts", "static tau", "loop tau", "static S", "loop S", "equal outputs"):
-        beside.add_column(name, justify="left" if name == "prompts" else "right")
-    for row in compared:
-        taus = ("-" if row[f"{who}_tau"] is None else f"{row[f'{who}_tau']:.2f}" for who in ("static", "loop"))
-        speeds = (f"{row[f'{who}_s']:.2f}" for who in ("static", "loop"))
-        beside.add_row(row["prompts"], *taus, *speeds, f"{row['equal']} of {row['of']}")
-    return Group(live, beside)
-
-
-def _facts(title: str) -> Table:
-    table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
 
 
 def _by_position(values: list[float]) -> str:

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from cluster.facts_table import facts_table
 from drafters.registry import Change, Pruning, Registry
 
 PLAIN_SHOWN = "none (plain decoding)"
@@ -118,7 +119,7 @@ def added_table(report: Added) -> RenderableType:
     facts = [("version", report.version["name"])]
     if report.was_there:
         facts = [("version", f"{report.version['name']}, which was there already with the same files")]
-    return _facts(f"registry {report.registry}", [*facts, *_origin(report.version), ("folder", report.uri)])
+    return facts_table(f"registry {report.registry}", [*facts, *_origin(report.version), ("folder", report.uri)])
 
 
 def listing_view(report: Listing) -> RenderableType:
@@ -152,7 +153,7 @@ def shown_table(report: Shown) -> RenderableType:
         facts.append(("rejected", f"{report.verdict.get('why')} (by {report.verdict.get('by')})"))
     facts.append(("served by", ", ".join(report.served_by) or "-"))
     facts += [("sha256", f"{digest}  {name}") for name, digest in report.version["files"].items()]
-    table = _facts(f"registry {report.registry}", [*facts, ("folder", report.uri)])
+    table = facts_table(f"registry {report.registry}", [*facts, ("folder", report.uri)])
     return Group(table, _history([_history_line(change) for change in report.changes], 0)) if report.changes else table
 
 
@@ -160,14 +161,14 @@ def change_table(report: Changed) -> RenderableType:
     change = report.change
     if report.was_there:
         told = f"{change['version'] or PLAIN_SHOWN}, which it was already; nothing is changed"
-        return _facts(f"registry {report.registry}", [("champion", told)])
+        return facts_table(f"registry {report.registry}", [("champion", told)])
     facts = [("champion", change["version"] or PLAIN_SHOWN), ("before", change["previous"] or PLAIN_SHOWN)]
-    return _facts(f"registry {report.registry}", [*facts, ("by", change["by"]), ("why", change["why"])])
+    return facts_table(f"registry {report.registry}", [*facts, ("by", change["by"]), ("why", change["why"])])
 
 
 def pruned_table(report: Pruned) -> RenderableType:
     facts = [("removed", ", ".join(report.removed) or "none"), ("left", ", ".join(report.left) or "none")]
-    return _facts(f"registry {report.registry}", facts)
+    return facts_table(f"registry {report.registry}", facts)
 
 
 def _origin(version: dict[str, Any]) -> list[tuple[str, str]]:
@@ -199,15 +200,6 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=escape(title), title_justify="left", title_style="bold")
     for name in columns:
         table.add_column(name, overflow="fold", style="cyan" if name == "version" else None)
-    return table
-
-
-def _facts(title: str, facts: Iterable[tuple[str, str]]) -> Table:
-    table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts:
-        table.add_row(name, escape(value))
     return table
 
 

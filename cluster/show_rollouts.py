@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from cluster.facts_table import facts_table
 from pipelines.rollout_inspect import Inspection, Lengths
 from pipelines.rollout_size import as_size
 from pipelines.rollout_tally import SampleRow
@@ -21,11 +20,8 @@ LEAST_SHARE = 0.001  # of all columns: smaller ones are shown as one
 
 def inspection_view(found: Inspection) -> RenderableType:
     """The table and, below it, the sample."""
-    table = Table(title=escape(f"rollouts {found.uri}"), show_header=False, title_justify="left", title_style="bold")
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in (*_content_facts(found), *_storage_facts(found), *_origin_facts(found), *_soundness(found)):
-        table.add_row(name, escape(value))
+    facts = (*_content_facts(found), *_storage_facts(found), *_origin_facts(found), *_soundness(found))
+    table = facts_table(f"rollouts {found.uri}", facts)
     return Group(table, *(part for row in found.sample for part in _sample(row)), *_note(found.sample_note))
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from cluster.job_submission import window_until
 from cluster.triggers import Sources
-from drafters.atomic_files import AtomicFolder
-
-WINDOWS, REPORT = "windows", "report.json"  # redistill's: a window with a report is done
 
 
 def sources_of(traffic: str, registry: str, work: str) -> Sources:
@@ -46,9 +42,7 @@ def sources_of(traffic: str, registry: str, work: str) -> Sources:
 
 def done_until(work: str) -> datetime | None:
     """Where the newest window ends that is done; None if none is."""
-    folder = AtomicFolder(work)
-    ends = [(end, name) for name in folder.names(WINDOWS) if (end := window_until(name)) is not None]
-    for end, name in sorted(ends, reverse=True):
-        if folder.size(f"{WINDOWS}/{name}/{REPORT}") is not None:
-            return end
-    return None
+    from pipelines.window_folder import REPORT, known_windows
+
+    newest_first = reversed(known_windows(work))
+    return next((known.window.until for known in newest_first if known.folder.size(REPORT) is not None), None)

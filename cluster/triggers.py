@@ -14,6 +14,8 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from cronsim import CronSim, CronSimError
 
 COUNTED = 10_000  # missed moments that are counted; a week of minutes
+NOT_RUNNING = "no schedule was running"
+LEAST_REST_S, LONGEST_REST_S, MOST_DOUBLINGS = 60.0, 86400.0, 20  # of live tau whose runs change no champion
 
 
 class TriggerError(ValueError):
@@ -31,7 +33,7 @@ class TriggerConfig:
     min_rounds: int = 2000  # that live tau must rest on
     settle_s: float = 300.0  # a window ends so long before its run starts: rows come into the log when answers are over
     start_within_s: float = 600.0  # a moment of the cron expression that is older was missed
-    rest_s: float = 1800.0  # after a run, before rows or tau start another
+    rest_s: float = 1800.0  # after a run, before rows or tau start another; tau: doubled by each run in vain, up to a day
 
     def __post_init__(self) -> None:
         for name, bad, mend in (
@@ -78,7 +80,7 @@ class Sources:
     live_tau: Callable[[datetime | None], Mapping[str, tuple[float, int]]]  # version in service -> (tau, rounds)
     champion: Callable[[], tuple[str, float | None] | None]  # (version, tau of its evaluation if it has one)
     done_until: Callable[[], datetime | None]  # end of the newest window that is done, whoever ran it
-    begins: Callable[[], datetime | None]  # where the next window begins: one that had too little traffic is in it
+    begins: Callable[[], datetime]  # where the next window begins: one that had too little traffic is in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,9 @@ class Decision:
     trigger: str | None = None  # "cron", "rows" or "tau": start a run; None: do not
     why: str = ""  # it starts
     until: datetime | None = None  # UTC, whole seconds: where the window of a run that starts ends
+    champion: str | None = None  # of trigger "tau": the version whose live tau has fallen
     skipped: str | None = None  # windows that nobody will run, in words; to be said once
+    resting: str | None = None  # why live tau is not looked at, in words, where its runs have changed no champion
     cron_seen: datetime  # moments of the cron expression up to here are dealt with
 
 
@@ -105,13 +109,17 @@ def decide(
     cron_seen: datetime,
     since: datetime | None,
     rested: datetime | None = None,
+    tau_runs: Mapping[str, int] | None = None,
+    absence: str = NOT_RUNNING,
 ) -> Decision:
     """What is due at `now`, when no run is going on.
 
     `cron_seen` is the latest decision's (at the very first, `now`), `since` the end of the latest window, `rested` the
-    end of the latest run. Sources are asked only if the cron expression is not due; their errors pass through.
+    end of the latest run, `tau_runs` how many runs the live tau of a version has started that is champion still,
+    `absence` why nobody looked between `cron_seen` and now. Sources are asked only if the cron expression is not due;
+    their errors pass through.
     """
-    skipped, due = _cron(config, cron_seen, now)
+    skipped, due = _cron(config, cron_seen, now, absence)
     until = ((due or now) - timedelta(seconds=config.settle_s)).replace(microsecond=0)
     if since is not None and until <= since:
         if due is None:
@@ -121,11 +129,17 @@ def decide(
     if due is not None:
         why = f"{config.cron} ({config.time_zone}) at {_said(config, due)}"
         return Decision(trigger="cron", why=why, until=until, cron_seen=now, skipped=skipped)
-    if rested is None or now >= rested + timedelta(seconds=config.rest_s):
-        for trigger, ask in (("tau", _fallen), ("rows", _enough)):
-            if found := ask(config, sources, since):
-                return Decision(trigger=trigger, why=found, until=until, cron_seen=now, skipped=skipped)
-    return Decision(cron_seen=now, skipped=skipped)
+    if rested is not None and now < rested + timedelta(seconds=config.rest_s):
+        return Decision(cron_seen=now, skipped=skipped)
+    champion = sources.champion() if config.tau_drop is not None else None
+    runs = (tau_runs or {}).get(champion[0], 0) if champion else 0
+    resting = _rests(config, runs, rested, now) if runs and rested else None
+    if champion and not resting and (found := _fallen(config, sources, since, *champion)):
+        version = champion[0]
+        return Decision(trigger="tau", why=found, until=until, champion=version, cron_seen=now, skipped=skipped)
+    if found := _enough(config, sources, since):
+        return Decision(trigger="rows", why=found, until=until, cron_seen=now, skipped=skipped, resting=resting)
+    return Decision(cron_seen=now, skipped=skipped, resting=resting)
 
 
 def pass_over(config: TriggerConfig, *, now: datetime, cron_seen: datetime, why: str) -> Decision:
@@ -133,20 +147,35 @@ def pass_over(config: TriggerConfig, *, now: datetime, cron_seen: datetime, why:
     return Decision(cron_seen=now, skipped=_missed(config, cron_seen, now, why))
 
 
-def _cron(config: TriggerConfig, cron_seen: datetime, now: datetime) -> tuple[str | None, datetime | None]:
+def _cron(
+    config: TriggerConfig, cron_seen: datetime, now: datetime, absence: str
+) -> tuple[str | None, datetime | None]:
     """(what was missed, in words, the moment that is due)."""
     in_time = max(cron_seen, now - timedelta(seconds=config.start_within_s))
     due = max(takewhile(lambda moment: moment <= now, _moments(config, in_time)), default=None)
     last_missed = now if due is None else due - timedelta(seconds=1)
-    return _missed(config, cron_seen, last_missed, "no schedule was running"), due
+    return _missed(config, cron_seen, last_missed, absence), due
 
 
-def _fallen(config: TriggerConfig, sources: Sources, since: datetime | None) -> str | None:
-    """Why live tau calls for a run; None if it does not."""
-    champion = sources.champion() if config.tau_drop is not None else None
-    if config.tau_drop is None or champion is None or champion[1] is None:
+def _rests(config: TriggerConfig, runs: int, rested: datetime, now: datetime) -> str | None:
+    """Why live tau starts no run yet, after so many that it started and the champion outlived; None if it may.
+
+    What training on the traffic did not mend it will hardly mend at once: each run in vain doubles the rest.
+    """
+    rest_s = min(max(config.rest_s, LEAST_REST_S) * 2 ** min(runs, MOST_DOUBLINGS), LONGEST_REST_S)
+    wakes = rested + timedelta(seconds=max(rest_s, config.rest_s))
+    if now >= wakes:
         return None
-    version, evaluated = champion[0], champion[1]
+    what = "a run that changed" if runs == 1 else f"{runs} runs that changed"
+    return f"live tau started {what} no champion; it starts the next one at {_said(config, wakes)} or later"
+
+
+def _fallen(
+    config: TriggerConfig, sources: Sources, since: datetime | None, version: str, evaluated: float | None
+) -> str | None:
+    """Why the champion's live tau calls for a run; None if it does not."""
+    if config.tau_drop is None or evaluated is None:
+        return None
     # in service a version's name has the checkpoint's hash behind it
     served = [found for name, found in sources.live_tau(since).items() if name.split("@")[0] == version]
     rounds = sum(rounds for _, rounds in served)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray.job_submission
 
-from cluster.job_submission import Job, JobServerError, RayJobs, latest_attempt, submit_once, window_id, window_until
+from cluster import job_submission
+from cluster.job_submission import Job, JobServerError, RayJobs, latest_attempt, submit_once
 
 WINDOW = "20261130T120000Z-20261130T180000Z"
 FIRST, SECOND, THIRD = (f"redistill-{WINDOW}{suffix}" for suffix in ("", "-2", "-3"))
@@ -78,14 +78,6 @@ def test_an_id_that_another_submitted_first_is_as_good(monkeypatch: pytest.Monke
         submit_once(jobs, SECOND, ["x"])
 
 
-def test_window_ids_can_be_read_back():
-    since, until = datetime(2026, 11, 30, 12, tzinfo=UTC), datetime(2026, 11, 30, 18, tzinfo=UTC)
-    assert window_id(since, until) == WINDOW
-    assert window_id(None, until) == "19700101T000000Z-20261130T180000Z"
-    assert window_until(WINDOW) == until
-    assert window_until("lost+found") is None
-
-
 class FakeClient:
     """What `JobSubmissionClient` does, by the words of Ray 2.60."""
 
@@ -141,3 +133,24 @@ def test_a_server_that_hangs_or_is_away_is_told_in_one_line(client: type[FakeCli
     with pytest.raises(JobServerError) as told:
         RayJobs("nowhere").job("x")
     assert str(told.value) == "Ray's job server at nowhere: Failed to connect to Ray at address: nowhere."
+
+
+def asking() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "job server"}
+
+
+def test_a_server_that_hangs_is_not_asked_again_and_again(client: type[FakeClient], monkeypatch: pytest.MonkeyPatch):
+    jobs, others = RayJobs("http://head:8265", answer_s=0.05), asking()
+    with pytest.raises(JobServerError, match="no answer"):
+        jobs.job("hangs")
+    (waiting,) = asking() - others
+    for _ in range(3):
+        with pytest.raises(JobServerError, match="no answer"):
+            jobs.submit(FIRST, ["x"])
+    assert (client.calls, asking() - others) == ([], {waiting})
+    monkeypatch.setattr(job_submission, "RENOUNCED_S", 0.0)
+    jobs._answer_s = 30.0  # of a busy machine
+    jobs.submit(FIRST, ["x"])
+    assert len(client.calls) == 1, "a connection whose other end is gone never answers"
+    client.hangs.set()
+    waiting.join(30)

@@ -6,6 +6,7 @@ import copy
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import typer
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.job_submission import JobStatus
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli import app
@@ -163,13 +165,12 @@ def test_jobs_run_commands_that_there_are():
     assert len(commands()) == len(of_kind("RayJob")) + len(of_kind("RayCronJob")) == 4
     for words in commands():
         assert words[0] == "draftloop"
-        if words[1] == "redistill":
-            assert words[2::2] == ["--target", "--traffic", "--registry", "--work"]
-            continue
         assert words[2] == "--run"
         file = ROOT / Path(words[3]).relative_to("/home/ray/draftloop")
         command = typer.main.get_command(app).commands[words[1]]
-        assert read_run_file(file, option_names(typer.Context(command)))["target"] == "Qwen/Qwen3-8B"
+        options = read_run_file(file, option_names(typer.Context(command)))
+        assert (options["target"], options["gpu"]) == ("Qwen/Qwen3-8B", "true")
+        assert words[1] == "train" or options["dtype"] == "bfloat16", "8 B in float32 do not fit"
 
 
 def test_both_schedules_and_the_job_redistill_the_same():
@@ -189,22 +190,49 @@ def submitted(cron: dict[str, Any]) -> list[str]:
     return shlex.split(script.split(" -- ")[1].replace("\\\n", " "))
 
 
+RAY = """
+from enum import Enum
+from os import environ
+from pathlib import Path
+
+
+class JobSubmissionClient:
+    def get_job_status(self, submission_id):
+        with open(environ["LOG"], "a") as log:
+            print("api state", submission_id, file=log)
+        state = Path(environ["STATE"]).read_text().strip()
+        if not state:
+            raise RuntimeError(f"Request failed with status code 404: Job {submission_id} does not exist")
+        return Enum("JobStatus", [(state, state)])(state)
+"""
 FAKES = """
 ray() {
   echo "ray $*" >> "$LOG"
-  case "$2" in status) [ -z "$STATE" ] || echo "Status for job '$3': $STATE"; [ -n "$STATE" ] ;; esac
+  case "$2" in
+    status) [ "$(cat "$STATE")" = SUCCEEDED ] && echo "Job '$3' succeeded" || echo "Job '$3' failed" ;;
+    logs|submit) echo "$THEN" > "$STATE" ;;
+  esac
 }
 date() { if [ "$1" = +%s ]; then echo "$NOW"; else command date "$@"; fi; }
 """
 WINDOW = "redistill-20261130T060000Z-20261130T120000Z"
+RUN_FILE = "/home/ray/draftloop/cluster/runs/redistill-qwen3-8b.yaml"
 
 
-def run_script(tmp_path: Path, now: int, state: str) -> tuple[int, list[str]]:
-    """(exit code, calls of `ray`) of the CronJob's script at a time, the job of its window in that state."""
+def run_script(tmp_path: Path, now: int, state: str, then: str = "SUCCEEDED") -> tuple[int, list[str]]:
+    """(exit code, calls of Ray) of the script at a time, the job of its window in that state, and in another later."""
     (cron,) = of_kind("CronJob")
     container = cron["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]
-    log = tmp_path / "log"
-    environment = {"PATH": "/usr/bin:/bin", "LOG": str(log), "NOW": str(now), "STATE": state}
+    log, states = tmp_path / "log", tmp_path / "state"
+    states.write_text(state)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").touch()
+    (tmp_path / "ray" / "job_submission.py").write_text(RAY)
+    (tmp_path / "python").symlink_to(sys.executable)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path), "LOG": str(log), "STATE": str(states),
+        "NOW": str(now), "THEN": then,
+    }  # fmt: skip
     command = [*container["command"], FAKES + container["args"][0]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert not done.stderr, done.stderr
@@ -213,20 +241,23 @@ def run_script(tmp_path: Path, now: int, state: str) -> tuple[int, list[str]]:
 
 def test_the_window_is_the_submission_id(tmp_path):
     code, calls = run_script(tmp_path, 1796040600, "")  # 2026-11-30 12:10
-    assert (code, calls[0]) == (0, f"ray job status {WINDOW}")
-    assert calls[1].startswith(f"ray job submit --submission-id {WINDOW} -- draftloop redistill --target")
-    assert calls[1].endswith("--work s3://bucket/redistill/qwen3-8b --until 2026-11-30T12:00:00Z")
+    assert (code, calls[0]) == (0, f"api state {WINDOW}")
+    assert calls[1] == (
+        f"ray job submit --submission-id {WINDOW} -- draftloop redistill --run {RUN_FILE} --until 2026-11-30T12:00:00Z"
+    )
 
 
-@pytest.mark.parametrize(("state", "code", "then"), [
-    ("SUCCEEDED", 0, []),
-    ("RUNNING", 1, ["logs", "status"]),  # its logs have ended, and it has not succeeded
-    ("FAILED", 0, ["delete", "submit"]),
-    ("STOPPED", 0, ["delete", "submit"]),
+@pytest.mark.parametrize(("state", "ends", "code", "then"), [
+    ("SUCCEEDED", "", 0, []),
+    ("RUNNING", "SUCCEEDED", 0, ["logs", "state"]),
+    ("PENDING", "FAILED", 1, ["logs", "state"]),
+    ("FAILED", "SUCCEEDED", 0, ["delete", "submit", "state"]),
+    ("STOPPED", "STOPPED", 1, ["delete", "submit", "state"]),  # Ray's own exit code of such a submission is 0
 ])  # fmt: skip
-def test_a_window_that_was_submitted_before_is_waited_for_or_goes_on(tmp_path, state, code, then):
-    ended, calls = run_script(tmp_path, 1796040600 + 3600, state)
-    assert (ended, [call.split()[2] for call in calls[1:]]) == (code, then)
+def test_a_window_that_was_submitted_before_is_waited_for_or_goes_on(tmp_path, state, ends, code, then):
+    assert {state, ends} - {""} <= {status.value for status in JobStatus}
+    ended, calls = run_script(tmp_path, 1796040600 + 3600, state, ends)
+    assert (ended, [call.split()[1 if call.startswith("api") else 2] for call in calls[1:]]) == (code, then)
     assert all(WINDOW in call for call in calls)
 
 
@@ -247,3 +278,12 @@ def test_the_launcher_takes_the_cluster_file():
     with pytest.raises(Exception, match="worker_setup"):
         validate_config(prepare_config(config | {"worker_setup": []}))
     assert all("RAY_AUTH_MODE=token" in config[f"{kind}_start_ray_commands"][1] for kind in ("head", "worker"))
+
+
+def test_filled_in_secrets_get_neither_into_git_nor_into_the_image():
+    """The file that the operations page has one make."""
+    page = (ROOT / "cluster" / "OPERATIONS.md").read_text()
+    (copy_to,) = re.findall(r"^cp cluster/kuberay/secrets.example.yaml (\S+)", page, re.MULTILINE)
+    assert copy_to in (ROOT / ".gitignore").read_text().splitlines()
+    assert f"**/{copy_to}" in (ROOT / ".dockerignore").read_text().splitlines()
+    assert "COPY --chown=ray:users . ." in (KUBERAY / "Dockerfile").read_text()

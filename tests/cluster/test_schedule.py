@@ -18,7 +18,8 @@ from cluster.show_schedule import read_schedule
 from cluster.trigger_sources import done_until
 from cluster.triggers import Sources, TriggerConfig
 from drafters.atomic_files import AtomicFolder
-from pipelines.run_lease import LeaseHeldError, RunLease
+from pipelines.run_lease import LeaseHeldError, RunLease, lease_record
+from pipelines.window_folder import BEGINNING
 from tests.cluster.test_job_submission import FakeJobs
 
 BEGIN = datetime(2026, 11, 30, 12, 30, tzinfo=UTC)
@@ -30,7 +31,9 @@ class World:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.now, self.rows, self.done, self.heard = BEGIN, 0, None, list[str]()
-        self.used: datetime | None = None  # end of the newest window that was used
+        self.used = BEGINNING  # end of the newest window that was used
+        self.begins: Callable[[], datetime] = lambda: self.used
+        self.live: dict[str, tuple[float, int]] = {}
         self.jobs = FakeJobs()
         self.count: Callable[[], int] = lambda: self.rows
         triggers = options.pop("triggers", TriggerConfig(cron="0 * * * *", min_rows=100))
@@ -43,10 +46,10 @@ class World:
         """A fresh schedule, as after a kill: nothing of the old one but its file."""
         sources = Sources(
             new_rows=lambda since: self.count(),
-            live_tau=lambda since: {},
-            champion=lambda: None,
+            live_tau=lambda since: self.live,
+            champion=lambda: ("a", 2.0),
             done_until=lambda: self.done,
-            begins=lambda: self.used,
+            begins=lambda: self.begins(),
         )
         self.schedule = Schedule(self.config, sources, self.jobs, self.heard.append, lambda: self.now)
 
@@ -222,6 +225,68 @@ def test_figures_that_cannot_be_had_do_not_keep_the_clock_from_working(world: Wo
     assert world.submitted() == [ONE]
 
 
+def test_a_moment_is_not_lost_to_a_source_that_is_away(world: World):
+    def away() -> datetime:
+        raise OSError("the windows are away")
+
+    world.begins = away
+    world.at(13, 0)
+    assert world.submitted() == []
+    world.begins = lambda: world.used
+    world.at(13, 1)
+    assert world.submitted() == [ONE]
+
+
+def test_moments_missed_while_a_server_was_away_are_laid_to_it(world: World):
+    def away() -> datetime:
+        raise OSError("the windows are away")
+
+    world.begins = away
+    for minute in (0, 1):
+        world.at(13, minute)
+    world.begins = lambda: world.used
+    world.at(13, 13)
+    assert world.submitted() == []
+    assert world.said("skipped 2026-11-30 13:00 UTC: the schedule was held up: the windows are away") == 1
+
+
+def test_nothing_is_submitted_before_its_run_is_in_the_file(world: World, monkeypatch: pytest.MonkeyPatch):
+    def full(name: str, data: bytes) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(world.schedule._folder, "write", full)
+    world.at(13, 0)
+    world.at(13, 1)
+    assert world.submitted() == []
+    monkeypatch.undo()
+    world.at(13, 2)
+    assert world.submitted() == [ONE]
+    state = load_state(schedule_folder(world.config.work))
+    assert state is not None
+    assert state.run is not None
+    assert state.run.submission_id == ONE
+
+
+def test_live_tau_that_a_run_did_not_mend_rests_longer(tmp_path: Path):
+    world = World(tmp_path, triggers=TriggerConfig(tau_drop=0.1, min_rounds=1, rest_s=1800))
+    world.live = {"a@1": (1.0, 10)}
+    world.at(13, 0)
+    world.jobs.set(ONE, "SUCCEEDED")
+    world.at(13, 10)
+    world.at(13, 41)
+    world.start()
+    world.at(13, 42)
+    told = "live tau started {} that changed no champion; it starts the next one at 2026-11-30 {} UTC or later"
+    assert world.said(told.format("a run", "14:10")) == 1
+    assert world.submitted() == [ONE]
+    world.at(14, 10)
+    assert len(world.submitted()) == 2
+    world.jobs.set(world.submitted()[1], "SUCCEEDED")
+    world.at(14, 20)
+    world.at(15, 21)
+    assert world.said(told.format("2 runs", "16:20")) == 1
+
+
 def test_the_newest_window_with_a_report_is_the_last_one_done(tmp_path: Path):
     folder = AtomicFolder(str(tmp_path))
     assert done_until(str(tmp_path)) is None
@@ -237,14 +302,17 @@ def keep(world: World, ended: threading.Event) -> None:
 def test_one_schedule_a_folder_and_it_ends_when_it_is_asked_to(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cluster.schedule.STOP_LOOK_S", 0.02)
     folder = schedule_folder(world.config.work)
-    ask_to_stop(folder)  # of an earlier schedule: no matter of this one
+    ask_to_stop(folder, "an earlier one's")  # which died before it could heed it
     thread = threading.Thread(target=keep, args=(world, threading.Event()))
     thread.start()
     deadline = time.monotonic() + 30
     while not (seen := read_schedule(world.config.work)) or not seen.runs.startswith("schedule on "):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    ask_to_stop(folder)
+    held = lease_record(folder)
+    assert held is not None
+    assert thread.is_alive()
+    ask_to_stop(folder, held.token)
     thread.join(30)
     assert not thread.is_alive()
     assert world.said("stopped on request") == 1

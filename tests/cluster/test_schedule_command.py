@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from cluster.cli import app
 from cluster.job_submission import RayJobs
 from cluster.schedule import ScheduleConfig
 from cluster.triggers import TriggerConfig
+from pipelines.run_lease import LeaseRecord
 from tests.cluster.test_schedule import World
 
 GIVEN = ("schedule", "--traffic", "traffic", "--registry", "s3://bucket/drafters", "--work", "work")
@@ -87,3 +90,17 @@ def test_status_and_stop_of_a_schedule_that_does_not_run(tmp_path: Path):
     told = json.loads(invoke("schedule", "--status", "--json", "--work", str(tmp_path)).output)
     assert (told["runs"], told["state"]["run"]["window"]) == ("no", "19700101T000000Z-20261130T125500Z")
     assert invoke("schedule", "--stop", "--work", str(tmp_path)).output.startswith("no schedule runs on")
+
+
+def test_stop_asks_again_if_another_has_taken_the_schedule_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = datetime.now(UTC)
+    first = LeaseRecord(number=1, owner="the first", token="1", since=now, at=now, ttl_s=60.0)
+    second = replace(first, number=2, owner="the second", token="2")
+    records = iter([first, first, second, second, replace(second, number=3, released=True)])
+    asked: list[str] = []
+    monkeypatch.setattr("pipelines.run_lease.lease_record", lambda folder: next(records))
+    monkeypatch.setattr("cluster.schedule_state.ask_to_stop", lambda folder, token: asked.append(token))
+    monkeypatch.setattr("cluster.schedule_command.STOP_LOOK_S", 0.0)
+    result = invoke("schedule", "--stop", "--work", str(tmp_path))
+    assert (result.exit_code, asked) == (0, ["1", "2"])
+    assert result.output.strip().endswith("stopped")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.triggers import Decision, Sources, TriggerConfig, TriggerError, decide, next_moment, pass_over
+from pipelines.window_folder import BEGINNING
 
 START = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
 
@@ -18,7 +19,7 @@ def sources(rows: int = 0, live: dict[str, tuple[float, int]] | None = None, cha
         live_tau=lambda since: live or {},
         champion=lambda: champion,
         done_until=lambda: None,
-        begins=lambda: None,
+        begins=lambda: BEGINNING,
     )
 
 
@@ -129,6 +130,21 @@ def test_live_tau_that_falls_short_of_the_champion_s_evaluation(live, champion, 
     assert decision.trigger == ("tau" if due else None)
 
 
+@pytest.mark.parametrize(("runs", "hours"), [(0, 0.5), (1, 1), (2, 2), (3, 4), (40, 24)])
+def test_live_tau_rests_twice_as_long_after_each_run_in_vain_and_a_day_at_most(runs: int, hours: float):
+    config = TriggerConfig(tau_drop=0.1, min_rows=100, min_rounds=1, rest_s=1800)
+    fallen: dict[str, Any] = {"sources": sources(live={"a@1": (1.0, 9)}, champion=("a", 2.0)), "tau_runs": {"a": runs}}
+    rested = START - timedelta(hours=hours)
+    assert asked(config, START, rested=rested, **fallen).champion == "a"
+    early = asked(config, START, rested=rested + timedelta(seconds=1), **fallen)
+    assert (early.trigger, early.resting is None) == (None, runs == 0)
+    other = fallen | {"tau_runs": {"b": 40}}
+    assert asked(config, START, rested=START - timedelta(hours=0.5), **other).trigger == "tau", "a new champion's own"
+    rows = fallen | {"sources": sources(rows=100, live={"a@1": (1.0, 9)}, champion=("a", 2.0))}
+    late_enough = min(rested + timedelta(seconds=1), START - timedelta(seconds=1800))
+    assert asked(config, START, rested=late_enough, **rows).trigger == ("tau" if runs == 0 else "rows")
+
+
 def test_the_reason_of_a_fall_has_its_figures():
     found = sources(live={"a@1": (1.5, 5120)}, champion=("a", 2.0))
     decision = asked(TriggerConfig(tau_drop=0.1), START, sources=found)
@@ -141,7 +157,7 @@ def test_whichever_comes_first_and_the_cron_expression_asks_no_source():
 
     config = TriggerConfig(cron="0 * * * *", min_rows=1)
     found = Sources(
-        new_rows=broken, live_tau=lambda s: {}, champion=lambda: None, done_until=lambda: None, begins=lambda: None
+        new_rows=broken, live_tau=lambda s: {}, champion=lambda: None, done_until=lambda: None, begins=lambda: BEGINNING
     )
     assert asked(config, START + timedelta(hours=1), sources=found).trigger == "cron"
     with pytest.raises(OSError, match="the log is away"):
