@@ -188,6 +188,9 @@ def drill(
     ] = None,
     replay: Annotated[str | None, typer.Option(help="Rollouts that it was trained on.")] = None,
     questions: Annotated[int, typer.Option(min=8, max=800, help="GSM8K questions to train the first one on.")] = 400,
+    shifts: Annotated[
+        int, typer.Option(min=0, max=2, help="Kinds of traffic that follow GSM8K; 0: only a bad drafter's roll-back.")
+    ] = 2,
     answers: Annotated[int, typer.Option(min=20, help="To each kind of traffic before the loop runs.")] = 120,
     answers_after: Annotated[int, typer.Option(min=1, help="And after it.")] = 40,
     concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 2,
@@ -199,7 +202,7 @@ def drill(
         from cluster.drill import drill as run
 
         config = DrillConfig(
-            target=target, output=output, drafter=drafter, replay=replay, questions=questions, answers=answers,
+            target=target, output=output, drafter=drafter, replay=replay, questions=questions, shifts=shifts, answers=answers,
             answers_after=answers_after, concurrency=concurrency, port=port,
         )  # fmt: skip
         run(console, config)

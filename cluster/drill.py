@@ -65,6 +65,7 @@ class DrillConfig:
     drafter: Path | None = None  # of GSM8K; None: one is trained
     replay: str | None = None  # its rollouts; None: those that are made for it
     questions: int = 400  # GSM8K questions that it is trained on
+    shifts: int = 2  # kinds of traffic that follow GSM8K; 0: only the drafter that looks well
     answers: int = 120  # per phase, before the loop runs
     answers_after: int = 40  # per phase, after it
     max_tokens: int = 96
@@ -92,14 +93,19 @@ def drill(console: Console, config: DrillConfig) -> dict[str, Any]:
     with show.stage(console, "3 of 4  the loop: traffic shifts, the drafter follows", quiet=False) as stage:
         run = _Drill(config, registry, [replay] if replay else [], stage)
         with run.serving():
-            for phase in PHASES:
-                run.phase(phase, learns=phase != PHASES[0])
-            run.poisoned()
+            run.phase(PHASES[0], config.answers)
+            for phase in PHASES[1 : 1 + config.shifts]:
+                run.phase(phase, config.answers, learns=True)
+            if config.shifts:
+                run.poisoned()
+                run.phase(PHASES[0], config.answers_after)  # drafts are worth most here: who drafts badly is seen
             run.bad_live()
-    with show.stage(console, "4 of 4  the static drafter against the loop's", quiet=False) as stage:
-        champion = registry.champion()
-        assert champion is not None
-        compared = _compare(config, registry, static, champion.version or static, stage)
+    compared: list[dict[str, Any]] = []
+    if config.shifts:
+        with show.stage(console, "4 of 4  the static drafter against the loop's", quiet=False) as stage:
+            champion = registry.champion()
+            assert champion is not None
+            compared = _compare(config, registry, static, champion.version or static, stage)
     return _write(console, config, run, compared)
 
 
@@ -150,12 +156,13 @@ class _Drill:
             watcher.join(timeout=10)
             shutdown()
 
-    def phase(self, name: str, learns: bool) -> None:
+    def phase(self, name: str, answers: int, learns: bool = False) -> None:
         """Traffic of one kind; if the loop learns, until the endpoint serves what the loop has decided on."""
         assert self.traffic is not None
         self._note("shift", name)
         self.traffic.shift(name, _chats(name)[:-HELD_OUT])
-        self._until(lambda: self._answers(name) >= self._config.answers, f"{self._config.answers} answers to {name}")
+        before = self._answers(name)
+        self._until(lambda: self._answers(name) - before >= answers, f"{answers} answers to {name}")
         if not learns:
             return
         time.sleep(3 * FLUSH_S)  # the log is a little behind
