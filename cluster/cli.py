@@ -202,8 +202,8 @@ def drill(
         from cluster.drill import drill as run
 
         config = DrillConfig(
-            target=target, output=output, drafter=drafter, replay=replay, questions=questions, shifts=shifts, answers=answers,
-            answers_after=answers_after, concurrency=concurrency, port=port,
+            target=target, output=output, drafter=drafter, replay=replay, questions=questions, shifts=shifts,
+            answers=answers, answers_after=answers_after, concurrency=concurrency, port=port,
         )  # fmt: skip
         run(console, config)
         console.print(f"next: look at {output}/drill.svg", highlight=False, markup=False, soft_wrap=True)
