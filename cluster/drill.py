@@ -233,7 +233,9 @@ class _Drill:
             window=WindowConfig(held_out=0.25, max_repeated_share=0.9),  # a small target repeats itself in Russian
             steps=StepConfig(epochs=config.epochs, learning_rate=1e-3),
             # S is measured beside a service that takes what it can get of the same cores
-            gate=GateConfig(max_new_tokens=GATE_TOKENS, min_prompts=12, regression_tolerance=0.1, most_speed_tolerance=0.5),
+            gate=GateConfig(
+                max_new_tokens=GATE_TOKENS, min_prompts=12, regression_tolerance=0.1, most_speed_tolerance=0.5
+            ),
         )
 
     def _phase_began(self) -> datetime:

@@ -47,7 +47,9 @@ def redistill(
         str | None,
         typer.Option(help="Requests from then on: an ISO time with its zone.", show_default="the last window's end"),
     ] = None,
-    until: Annotated[str | None, typer.Option(help="Requests before then.", show_default="--settle-minutes ago")] = None,
+    until: Annotated[
+        str | None, typer.Option(help="Requests before then.", show_default="--settle-minutes ago")
+    ] = None,
     settle_minutes: Annotated[
         float, typer.Option(min=0, help="Without --until: so long must an answer's way into the log take at most.")
     ] = 5.0,

@@ -56,7 +56,9 @@ def redistill(config: RedistillConfig, on_stage: OnStage | None = None) -> Redis
     on after them.
     """
     target = load_target(config.target)
-    tie_work(config.work, registry=AtomicFolder(config.registry).uri, target_fingerprint=target_fingerprint(target.path))
+    tie_work(
+        config.work, registry=AtomicFolder(config.registry).uri, target_fingerprint=target_fingerprint(target.path)
+    )
     folder = WindowFolder(config.work, next_window(config))
     if (report := folder.report()) is not None:
         return replace(report, repeated=True)

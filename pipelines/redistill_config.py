@@ -65,7 +65,6 @@ class RedistillConfig:
             if not good:
                 raise RedistillError(f"{name} is {getattr(self, name)}; give {mend}")
 
-
     @property
     def least_held_out(self) -> int:
         """Held-out prompts without which the gate cannot tell anything."""
