@@ -100,7 +100,8 @@ def redistill(
 
         config = RedistillConfig(
             target=target, traffic=traffic, registry=registry, work=work, since=time_option(since),
-            until=time_option(until), settle_s=60 * settle_minutes, min_rows=min_rows, replay=tuple(replay or ()), replay_windows=replay_windows,
+            until=time_option(until), settle_s=60 * settle_minutes, min_rows=min_rows,
+            replay=tuple(replay or ()), replay_windows=replay_windows,
             replay_share=replay_share, regression=tuple(regression), regression_limit=regression_limit,
             held_out_limit=held_out_limit, dtype=dtype, batch=batch, num_actors=least_most(num_actors),
             num_workers=num_workers, use_gpu=gpu, chat_options=ChatOptions.read(chat_template, system, thinking),

@@ -56,13 +56,12 @@ def redistill(config: RedistillConfig, on_stage: OnStage | None = None) -> Redis
     on after them.
     """
     target = load_target(config.target)
-    tie_work(
-        config.work, registry=AtomicFolder(config.registry).uri, target_fingerprint=target_fingerprint(target.path)
-    )
+    registry = AtomicFolder(config.registry)
+    tie_work(config.work, registry=registry.uri, target_fingerprint=target_fingerprint(target.path))
     folder = WindowFolder(config.work, next_window(config))
     if (report := folder.report()) is not None:
         return replace(report, repeated=True)
-    with RunLease(AtomicFolder(config.registry), f"redistill of {folder.window.id}") as lease:
+    with RunLease(registry, f"redistill of {folder.window.id}") as lease:
         folder = WindowFolder(config.work, next_window(config))  # a run that we have waited for may have used the other
         if (report := folder.report()) is not None:
             return replace(report, repeated=True)

@@ -112,8 +112,8 @@ def tie_work(work: str, **loop: str) -> None:
         if differing := [name for name in loop if known.get(name) != loop[name]]:
             name = differing[0]
             raise RedistillError(
-                f"work folder {work} belongs to another {name.replace('_', ' ')} ({known.get(name)}, not {loop[name]}); "
-                "give each loop a folder of its own"
+                f"work folder {work} belongs to another {name.replace('_', ' ')} ({known.get(name)}, not "
+                f"{loop[name]}); give each loop a folder of its own"
             ) from None
 
 

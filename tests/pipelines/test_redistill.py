@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ class Rollouts:
 
     @property
     def metadata(self) -> Any:
-        return type("Metadata", (), {"target_layer_ids": self.taps})
+        return SimpleNamespace(**dict.fromkeys(stage.ALIKE, self.taps))
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_killed_at_any_write_the_same_command_ends_as_an_undisturbed_one(config,
         return lambda: done
 
     # killed within its own process a run leaves a lease that looks alive
-    monkeypatch.setattr(stage, "RunLease", partial(RunLease, ttl_s=0.3))
+    monkeypatch.setattr(stage, "RunLease", partial(RunLease, ttl_s=2.0))
     originals = {name: getattr(AtomicFolder, name) for name in ("write", "create")}
     start = Path(config.work).parent
     saved = start.with_name(f"{start.name}-saved")
@@ -273,7 +274,7 @@ def test_what_somebody_else_did_with_the_challenger_stands(config, calls, monkey
 def test_a_work_folder_belongs_to_one_loop(config, calls, tmp_path):
     redistill(config)
     other = replace(config, registry=str(tmp_path / "another"))
-    with pytest.raises(RedistillError, match="belongs to another registry .* give each loop a folder of its own"):
+    with pytest.raises(RedistillError, match=r"belongs to another registry .* give each loop a folder of its own"):
         redistill(other)
 
 
