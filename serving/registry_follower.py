@@ -22,8 +22,8 @@ from serving.engine.engine import Engine
 from serving.live_tau import LiveTau, Tally
 from serving.registry_figures import RegistryFigures
 from serving.registry_start import Followed
-from serving.rollout_reports import Condemned, Order, Reason, Report, Taken
 from serving.rollout_guard import GuardAwayError
+from serving.rollout_reports import Condemned, Order, Reason, Report, Taken
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from drafters.checkpoint import read_config
 from drafters.registry import Change, Registry
 from drafters.remote import first_line
 from drafters.remote_checkpoint import local_checkpoint
-from serving.rollout_reports import NOTHING, Report, Taken
 from serving.rollout_guard import Guard, GuardAwayError
+from serving.rollout_reports import NOTHING, Report, Taken
 from serving.serve_config import RegistryFollowing
 
 log = logging.getLogger(__name__)
