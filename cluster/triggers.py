@@ -33,7 +33,7 @@ class TriggerConfig:
     min_rounds: int = 2000  # that live tau must rest on
     settle_s: float = 300.0  # a window ends so long before its run starts: rows come into the log when answers are over
     start_within_s: float = 600.0  # a moment of the cron expression that is older was missed
-    rest_s: float = 1800.0  # after a run, before rows or tau start another; tau: doubled by each run in vain, to a day
+    rest_s: float = 1800.0  # after a run, before rows or tau start another; tau: doubled by each in vain, up to a day
 
     def __post_init__(self) -> None:
         for name, bad, mend in (

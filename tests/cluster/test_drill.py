@@ -96,13 +96,13 @@ def test_a_drill_does_not_begin_on_an_earlier_one_s_registry(
 
     def begin(*arguments: object) -> None:
         begun.append("trains")
-        raise KeyboardInterrupt
+        raise EOFError
 
     monkeypatch.setattr(drill, "first_drafter", begin)
     registry = Registry(str(tmp_path / "registry"))
     first = registry.publish(save_toy_drafter(tmp_path / "drafter", toy_target_dir), name="first")
     change = registry.promote(first.name, by="draftloop drill", why="the first drafter", expected=None)
-    with pytest.raises(KeyboardInterrupt):  # one that was stopped early goes on
+    with pytest.raises(EOFError):  # one that was stopped early goes on
         drill.drill(Console(), DrillConfig(output=tmp_path))
     (tmp_path / "redistill" / "windows" / "20261130T120000Z-20261130T180000Z").mkdir(parents=True)
     with pytest.raises(drill.DrillError, match="an earlier drill has been here; give another --output, or remove"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.schedule import Schedule, ScheduleConfig, keep_schedule
-from cluster.schedule_state import STATE, ScheduleStateError, ask_to_stop, load_state, schedule_folder
+from cluster.schedule_state import STATE, ScheduleStateError, ask_to_stop, asked_to_stop, load_state, schedule_folder
 from cluster.show_schedule import read_schedule
 from cluster.trigger_sources import done_until
 from cluster.triggers import Sources, TriggerConfig
@@ -302,16 +302,23 @@ def keep(world: World, ended: threading.Event) -> None:
 def test_one_schedule_a_folder_and_it_ends_when_it_is_asked_to(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cluster.schedule.STOP_LOOK_S", 0.02)
     folder = schedule_folder(world.config.work)
+    looks: list[str | None] = []
+
+    def look(folder: AtomicFolder) -> str | None:
+        looks.append(asked_to_stop(folder))
+        return looks[-1]
+
+    monkeypatch.setattr("cluster.schedule.asked_to_stop", look)
     ask_to_stop(folder, "an earlier one's")  # which died before it could heed it
     thread = threading.Thread(target=keep, args=(world, threading.Event()))
     thread.start()
     deadline = time.monotonic() + 30
-    while not (seen := read_schedule(world.config.work)) or not seen.runs.startswith("schedule on "):
+    while len(looks) < 3 or not (seen := read_schedule(world.config.work)) or not seen.runs.startswith("schedule on "):
         assert time.monotonic() < deadline
+        assert thread.is_alive(), "it heeds what another was asked"
         time.sleep(0.02)
     held = lease_record(folder)
     assert held is not None
-    assert thread.is_alive()
     ask_to_stop(folder, held.token)
     thread.join(30)
     assert not thread.is_alive()
