@@ -324,7 +324,7 @@ def _write(console: Console, config: DrillConfig, run: _Drill, compared: list[di
         "replies": [asdict(reply) for reply in replies],
     }
     (config.output / "drill.json").write_text(json.dumps(facts, indent=1) + "\n")
-    title = f"{config.target}, {config.concurrency} streams: live tau and tokens/s while traffic shifts"
+    title = f"{config.target}, {config.concurrency} streams, which pause while redistill works on the same cores"
     (config.output / "drill.svg").write_text(plot(replies, run.events, title))
     (config.output / "drill.md").write_text(markdown(rows, compared))
     console.print(drill_tables(rows, compared))

@@ -115,8 +115,9 @@ def plot(replies: Sequence[Reply], events: Sequence[Event], title: str) -> str:
             if event.kind in EVENT_COLOURS:
                 axis.axvline(event.at_s, color=EVENT_COLOURS[event.kind], linestyle="--", linewidth=1)
     top = axes[0].get_ylim()[1]
+    step = 0.09 * (top - axes[0].get_ylim()[0])
     for number, shift in enumerate(shifts):  # a short phase's name would run into the next one
-        axes[0].text(shift.at_s, top - 0.09 * (top - axes[0].get_ylim()[0]) * (number % 2), f" {shift.what}", va="top", fontsize=10, weight="bold")
+        axes[0].text(shift.at_s, top - step * (number % 2), f" {shift.what}", va="top", fontsize=10, weight="bold")
     place = axes[1].get_ylim()[1]
     for event in events:
         if event.kind in EVENT_COLOURS:
