@@ -186,7 +186,10 @@ def test_near_ties_may_part_where_rounding_may_differ():
     line = lossless_line(some, ties, exact=False)
     assert (line.passed, line.challenger, line.threshold) == (True, 9, 9)
     assert "1 part at near-ties, 0 otherwise" in line.says
-    assert not lossless_line(some, [*ties, PartedAnswer("champion", near_tie=False)], exact=False).passed
+    assert not lossless_line(some, [*ties, PartedAnswer("challenger", near_tie=False)], exact=False).passed
+    told = lossless_line(some, [*ties, PartedAnswer("champion", near_tie=False)], exact=False)
+    assert told.passed, "a champion that is wrong must not keep out a challenger that is right"
+    assert "drafting changed what the target says" in told.says
 
 
 @pytest.mark.parametrize(
@@ -203,11 +206,15 @@ def test_parity_must_be_measured_and_hold(served, tolerance, verdict, says):
     found = ParityResult(expected=2.0, served=served, prompts=9, tolerance=tolerance, passed=verdict)
     line = parity_line(found)
     assert line.passed is (verdict is True)
+    assert line.decided is (verdict is not None)
     assert says in line.says
 
 
-def test_a_fallback_of_either_drafter_fails_with_its_reason():
+def test_a_fallback_of_the_challenger_fails_and_one_of_the_champion_is_told():
     assert fallback_line({"plain": {}, "challenger": {}}).passed
     line = fallback_line({"plain": {}, "champion": {"RuntimeError": 3}, "challenger": {}})
-    assert (line.passed, line.champion, line.challenger) == (False, 3, 0)
+    assert (line.passed, line.champion, line.challenger) == (True, 3, 0)
     assert line.says == "champion fell back to plain decoding, rounds by reason: RuntimeError 3"
+    line = fallback_line({"plain": {}, "champion": {}, "challenger": {"RuntimeError": 3}})
+    assert (line.passed, line.decided) == (False, True)
+    assert line.says == "challenger fell back to plain decoding, rounds by reason: RuntimeError 3"

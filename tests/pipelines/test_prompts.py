@@ -198,9 +198,10 @@ def test_unusable_file_is_one_line(tmp_path: Path, target: Target, name: str, da
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_sets_read_whole(target: Target, name: str):
     read = read_prompts(name, target, max_prompt_tokens=10_000)
-    assert len(read.rows) == {"gsm8k_train": 800, "gsm8k_test": 200}[name]
+    assert len(read.rows) == {"gsm8k_train": 800, "gsm8k_test": 200, "mbpp": 240, "russian": 190}[name]
     assert not read.rejected
-    assert {r.category for r in read.rows} == {"math"}
+    kinds = {r.category.partition("_")[0] for r in read.rows}
+    assert kinds == {"math" if name.startswith("gsm8k") else "code" if name == "mbpp" else "ru"}
 
 
 def test_shipped_sets_do_not_overlap(target: Target):
