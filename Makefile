@@ -34,7 +34,7 @@ test: $(VENV)/.installed
 test-unit: $(VENV)/.installed
 	$(BIN)/python -m pytest -q $(PARALLEL) -m '$(UNIT)'
 
-# Drivers, workers, actors and nodes killed, each against an undisturbed run.
+# Drivers, workers and actors killed, each against an undisturbed run.
 test-kills: $(VENV)/.installed
 	$(BIN)/python -m pytest -v -m kill
 

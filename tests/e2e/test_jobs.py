@@ -106,7 +106,6 @@ def test_both_jobs_end_with_their_tables(jobs: Jobs, work: Path):
     assert (work / "drafter" / "model.safetensors").exists()
 
 
-@pytest.mark.kill
 def test_a_node_that_dies_costs_nothing(jobs: Jobs, work: Path):
     """Against the rollouts of the test before; the job is long enough to be at work when its actor's node dies."""
     disturbed = f"{work}/disturbed"
