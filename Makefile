@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml
 quickstart: $(VENV)/.installed
 	$(BIN)/draftloop quickstart
 
-# The closed loop on a real target: traffic shifts, the drafter follows. About half an hour on two cores.
+# The closed loop on a real target: traffic shifts, the drafter follows. More than half an hour on two cores.
 drill: $(VENV)/.installed
 	$(BIN)/draftloop drill
 

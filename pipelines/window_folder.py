@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from drafters.atomic_files import AtomicFolder
@@ -123,4 +124,4 @@ def drop_old_rollouts(work: str, keep: int) -> None:
     for folder in used[: max(0, len(used) - keep)]:
         files, path = folder.folder, folder.folder.path(ROLLOUTS)
         if files.names(ROLLOUTS):
-            patiently(lambda files=files, path=path: files.fs.rm(path, recursive=True), files.patience_s)  # type: ignore[misc]
+            patiently(partial(files.fs.rm, path, recursive=True), files.patience_s)
