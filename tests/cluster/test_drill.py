@@ -1,4 +1,4 @@
-"""What the drill shows and what it does to the loop; the drill itself is a command that takes more than half an hour."""
+"""What the drill shows and what it does to the loop; the drill itself is a command of more than half an hour."""
 
 from __future__ import annotations
 
