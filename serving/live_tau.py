@@ -15,6 +15,9 @@ from dataclasses import dataclass
 NOISE = 4.0
 SELDOM = 4  # a drafter that drafts in less than one of so many rounds is judged by all rounds
 BEFORE = "before"  # where a tally of the old drafter comes from: the same replica, until the new one took over
+# First drafts must be accepted less often by this factor at least, where a drafter that hardly drafts is judged by
+# them: the rounds in which it still does are not those that an engine would choose.
+FIRSTS = 0.75
 _FEW = 30  # verify rounds that tell at least whether first drafts are accepted
 _MOST_NOTES = 64  # of a window
 
@@ -103,7 +106,8 @@ def fall(new: Tally, old: Mapping[str, Tally], *, tolerance: float, min_rounds: 
     `old` are tallies of the old one by where they come from. Traffic changes, too: the new one must lie below every
     one of them that has enough rounds, by more than `tolerance` (a share of the old figure) and `NOISE` errors. Where
     the new one hardly drafts although there is traffic, tokens per round over all rounds take the place of tau, unless
-    `may_be_the_load`.
+    `may_be_the_load`; or first drafts, which are accepted as often whatever the load: an old one that hardly drafted
+    either, for its traffic, had nothing to lose in tokens per round.
 
     What remains: with "before" alone a change of the traffic looks like one of the drafter. Harder prompts lower tau,
     and a rise of load does too, since the engine then asks for shorter drafts. Other replicas meanwhile tell them
@@ -111,22 +115,32 @@ def fall(new: Tally, old: Mapping[str, Tally], *, tolerance: float, min_rounds: 
     """
     if not new.enough(min_rounds):
         return None
-    by_tau = new.rounds >= min_rounds
-    rounds = new.rounds if by_tau else new.steps
-    mean, error = new.mean(rounds)
-    said = []
-    for where, tally in old.items():
-        known = tally.rounds if by_tau else tally.steps
-        if known < min_rounds:
-            continue
-        before, noise = tally.mean(known)
-        if mean + NOISE * math.hypot(error, noise) >= (1 - tolerance) * before:
-            return None
-        said.append(f"{before:.2f} {where}")
-    if not said or may_be_the_load(new, old, tolerance=tolerance, min_rounds=min_rounds):
+    if new.rounds >= min_rounds:
+        known = {where: tally.mean(tally.rounds) for where, tally in old.items() if tally.rounds >= min_rounds}
+        return _lower("live tau", new.mean(new.rounds), known, new.rounds, tolerance)
+    why = None
+    if not may_be_the_load(new, old, tolerance=tolerance, min_rounds=min_rounds):
+        known = {where: tally.mean(tally.steps) for where, tally in old.items() if tally.steps >= min_rounds}
+        what = "live tokens per round (it hardly drafts)"
+        why = _lower(what, new.mean(new.steps), known, new.steps, tolerance)
+    if why is None and new.rounds >= _FEW:
+        known = {where: tally.first_accepted() for where, tally in old.items() if tally.rounds >= _FEW}
+        what = "first drafts accepted (it hardly drafts)"
+        why = _lower(what, new.first_accepted(), known, new.rounds, max(tolerance, 1 - FIRSTS))
+    return why
+
+
+def _lower(
+    what: str, new: tuple[float, float], old: Mapping[str, tuple[float, float]], rounds: int, tolerance: float
+) -> str | None:
+    """That a figure (mean, error) is lower than all old ones by more than tolerance and noise, in a line, or None."""
+    mean, error = new
+    if not old or any(
+        mean + NOISE * math.hypot(error, noise) >= (1 - tolerance) * before for before, noise in old.values()
+    ):
         return None
-    what = "live tau" if by_tau else "live tokens per round (it hardly drafts)"
-    return f"{what} {mean:.2f} against {' and '.join(said)}, {rounds} rounds, tolerance {tolerance:.0%}"
+    said = " and ".join(f"{before:.2f} {where}" for where, (before, _) in old.items())
+    return f"{what} {mean:.2f} against {said}, {rounds} rounds, tolerance {tolerance:.0%}"
 
 
 def may_be_the_load(new: Tally, old: Mapping[str, Tally], *, tolerance: float, min_rounds: int) -> bool:

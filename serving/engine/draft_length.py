@@ -31,8 +31,9 @@ _NEXT_PROBES = (
     1,
     1,
 )  # of another batch size's first rounds: only its draft time is new, passes are known by rows
-_PROBE_SOON, _PROBE_EVERY, _PROBE_OFF = 8, 64, 1024  # rounds between trials: at first, later, while drafting is off
+_PROBE_SOON, _PROBE_EVERY, _PROBE_OFF = 8, 64, 256  # rounds between trials: at first, later, while drafting is off
 _PROBE_ROUNDS = 2  # rounds of a probe: in the first, a drafter that was off catches up, which is not timed
+_SHIFT, _DRIFT = 0.5, 0.1  # weight of a tree's confidence beside the running mean: in a probe while off, else
 _EQUAL_COUNTS = (0, 1, 3, 7, 15, 31, 63)  # drafts to verify where every sequence must bring as many
 _PROMISING = 0.8  # of the best choice's speed: what a number must be thought to reach to be tried
 
@@ -105,6 +106,16 @@ def _slope(first: np.ndarray, second: np.ndarray) -> float:
     return float(abs(second[1] - first[1]) / (second[0] - first[0]))
 
 
+@dataclass
+class _Probe:
+    """A round that tries a number while drafting is off, and what it brings."""
+
+    batch: int
+    number: int
+    observed: int = 0  # sequences
+    accepted: int = 0  # drafts, of all of them
+
+
 @dataclass(frozen=True)
 class _Choice:
     """What a round may do, and the tokens per second that are expected of it."""
@@ -122,6 +133,7 @@ class DraftLengthChooser:
         self._trees = trees  # a number is a tree's depth, and its nodes are chosen by `worth_verifying`
         self._calibration = Calibration()
         self._probed: int | None = None  # the number that this round tries
+        self._trial: _Probe | None = None  # the same while drafting is off, with what came of it
         self._profiles: dict[int, np.ndarray] = {}  # by depth, running mean of the confidence in a tree's nodes
         self._depth = 0  # of the trees that were asked for
         self.acceptance = PositionAcceptance()  # over all sequences: the prior of each
@@ -140,11 +152,13 @@ class DraftLengthChooser:
         `plain_rows` are rows of the same pass that belong to sequences without drafts.
         """
         batch = len(sequences)
+        self._weigh_trial()
         best = self._best(sequences, plain_rows)
         number = self._probe(batch, sequences, plain_rows, best)
         self._rounds[batch] += 1
         self._probed, self._depth = number, max(best.lengths, default=0) if number is None else number
         if number is not None:
+            self._trial = _Probe(batch, number) if number and not any(best.lengths) else None
             return [number] * batch
         if any(best.lengths):
             self._probe_gap[batch] = min(self._probe_gap.get(batch, _PROBE_SOON), _PROBE_EVERY)
@@ -194,7 +208,7 @@ class DraftLengthChooser:
         mean = np.mean([np.pad(np.asarray(d), (0, length - len(d))) for d in confidence], axis=0)
         if known is not None:
             known = np.pad(known, (0, length - len(known)))
-            mean = known + 0.1 * (mean - known)
+            mean = known + (_DRIFT if self._trial is None else _SHIFT) * (mean - known)
         self._profiles[self._depth] = mean
 
     def _speeds(self, chances: np.ndarray, base_rows: int, draft_s: float) -> np.ndarray | None:
@@ -219,6 +233,9 @@ class DraftLengthChooser:
 
     def observe_acceptance(self, sequence: PositionAcceptance, asked: int, accepted: int) -> None:
         """What one sequence's round brought."""
+        if self._trial is not None:
+            self._trial.observed += 1
+            self._trial.accepted += accepted
         sequence.record(asked, accepted)
         self.acceptance.record(asked, accepted, forget=False)
 
@@ -302,6 +319,21 @@ class DraftLengthChooser:
             self._probe_gap[batch] = min(2 * gap, _PROBE_OFF)
             self._probes[batch] += 1
         return self._probing[batch]
+
+    def _weigh_trial(self) -> None:
+        """A probe that was faster than plain decoding, while drafting is off, is made again soon: it may be luck, or
+        other traffic, and only more of them tell."""
+        trial, self._trial = self._trial, None
+        if trial is None or not trial.observed:
+            return
+        step = self._steps.at(trial.batch * np.array([1, 1 + trial.number]))
+        draft = self._draft_seconds(trial.batch)
+        if step is None or draft is None or trial.batch not in self._next_probe:
+            return
+        if (1 + trial.accepted / trial.observed) * step[0] > step[1] + draft[trial.number]:
+            self._probe_gap[trial.batch] = _PROBE_SOON
+            soon = self._rounds[trial.batch] + _PROBE_SOON
+            self._next_probe[trial.batch] = min(self._next_probe[trial.batch], soon)
 
     def _promising(self, sequences: Sequence[PositionAcceptance], plain_rows: int, best: _Choice) -> int:
         """The number whose turn it is among those thought nearly as fast as the best; while drafting, no draft too."""

@@ -21,8 +21,8 @@ ATTENTION_NAME = "draftloop_slots"
 MAX_PADDED_RUN = 32  # runs up to this many rows share one padded attention call; longer ones (prefill) get their own
 
 
-class UnsupportedAttentionError(ValueError):
-    """A layer keeps other keys and values than its config says."""
+class UnsupportedTargetError(ValueError):
+    """The target keeps state that slots cannot roll back, or attends in a way that rows cannot express."""
 
 
 @dataclass
@@ -110,11 +110,11 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Write keys and values into the slots, attend each row to its own slot; returns [1, R, heads, value's head_dim]."""
+    """Write keys and values into the slots, attend each row to its own slot; returns [1, R, heads, value dim]."""
     layer: Any = module.layer_idx  # an int, which nn.Module's own annotation does not tell
     keys, values = slot_pass.keys[layer], slot_pass.values[layer]
     if (key.shape[1], key.shape[3], value.shape[3]) != (*keys.shape[2:], values.shape[3]):
-        raise UnsupportedAttentionError(
+        raise UnsupportedTargetError(
             f"layer {layer} has keys {tuple(key.shape)} and values {tuple(value.shape)} where slots hold "
             f"{tuple(keys.shape[2:])} and {tuple(values.shape[2:])}; choose another target"
         )

@@ -16,17 +16,13 @@ from transformers import PreTrainedModel
 from drafters.packed_linear import PackLinear, pack_linears
 from serving.engine.kv_layout import kv_layout
 from serving.engine.rows import Move, Rows, RowsOutput, check_moves, entries_of
-from serving.engine.torch_attention import ATTENTION_NAME, SlotPass, group_rows
+from serving.engine.torch_attention import ATTENTION_NAME, SlotPass, UnsupportedTargetError, group_rows
 from serving.engine.torch_graphs import Capture, GraphedForward
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 RECURRENT_TYPES = {"mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2"}
 KV_SHARING_TYPES = {"gemma4_text", "gemma4_unified_text"}  # a layer gets the keys and values of the pass it attends to
 RECURRENT_KEYS = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads", "rwkv_hidden_size")  # of other families
-
-
-class UnsupportedTargetError(ValueError):
-    """The target keeps state that slots cannot roll back, or attends in a way that rows cannot express."""
 
 
 def unsupported_reason(config: Any) -> str | None:

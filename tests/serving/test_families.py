@@ -24,10 +24,13 @@ from transformers import (
 )
 
 from drafters.prompt_lookup import PromptLookupDrafter
+from serving.engine import torch_rows
 from serving.engine.engine import Engine, EngineConfig
+from serving.engine.kv_layout import kv_layout, kv_numbers
 from serving.engine.rows import make_rows
 from serving.engine.sampling import Sampling
-from serving.engine.torch_rows import TorchRows, UnsupportedTargetError
+from serving.engine.torch_attention import UnsupportedTargetError
+from serving.engine.torch_rows import TorchRows
 from tests.toy_target import toy_prompts
 
 SHAPE = {
@@ -138,6 +141,7 @@ def test_rows_equal_the_models_own_forward(family):
     with torch.inference_mode():
         expected = [reference(torch.tensor([p]), use_cache=False).logits[0] for p in prompts]
     rows = TorchRows(make(FAMILIES[family]), num_slots=5, max_len=64)
+    assert rows.kv_bytes() == kv_numbers(FAMILIES[family]) * 5 * 64 * 4
     slots = [0, 4, 1]
     # most of each prompt, some of it wrong as after a rejected draft, then the rest in a mixed pass
     first = rows.forward(make_rows([(s, 0, p[:-4]) for s, p in zip(slots, prompts, strict=True)]))
@@ -167,6 +171,28 @@ def test_drafted_output_equals_generate(family):
     completions = engine.generate(prompts, Sampling(max_new_tokens=30))
     assert [c.token_ids for c in completions] == expected
     assert engine.stats.acceptance.proposed > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "numbers"),
+    [
+        ("gemma2, soft-capping and sliding", 4 * 2 * (8 + 8)),
+        ("gemma4, wide full layers, keys as values", 2 * 2 * (8 + 8) + 2 * 1 * (12 + 12)),
+        ("gemma4, last layers share keys and values", 2 * (8 + 8) + 2 * (12 + 12)),  # two of four keep any
+        ("deepseek3, latent attention and experts", 4 * 4 * (14 + 6)),
+    ],
+)
+def test_what_a_token_leaves_behind_in_the_slots(family, numbers):
+    assert kv_numbers(FAMILIES[family]) == numbers
+
+
+def test_a_layer_that_keeps_something_else_than_its_config_says_is_refused(monkeypatch):
+    config = FAMILIES["deepseek3, latent attention and experts"]
+    as_said = kv_layout(config)
+    monkeypatch.setattr(torch_rows, "kv_layout", lambda _: [kv._replace(value_dim=7) for kv in as_said])
+    rows = TorchRows(make(config), num_slots=1, max_len=8)
+    with pytest.raises(UnsupportedTargetError, match=r"layer 0 has keys .* choose another target"):
+        rows.forward(make_rows([(0, 0, [1, 2])]))
 
 
 @pytest.mark.parametrize(

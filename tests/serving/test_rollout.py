@@ -542,6 +542,20 @@ def test_tallies_and_what_is_a_fall():
     assert fall(few, {"before": quiet, "on other replicas": quiet}, **rule), "but it has not where others draft"
     assert fall(bad, {"before": quiet}, **rule), "nor where first drafts are wrong"
     assert fall(bad, {"before": tally(60, 2.0, 3000)}, **rule) is None, "too few rounds with drafts for a fall of them"
+    assert "first drafts" in str(fall(bad, {"before": tally(99, 2.0, 3000)}, **rule))
+    assert fall(tally(20, 1.0, 3000), {"before": tally(99, 2.0, 3000)}, **rule) is None, "too few of the new"
+
+
+def test_a_drafter_that_is_never_right_is_seen_where_the_old_one_hardly_drafted_either():
+    """Figures of a service under traffic for which drafting did not pay: 1.02 tokens per round had nothing to lose."""
+    old = Tally(rounds=3063, accepted=269, squares=281, emitted=11_118, first=263)
+    rule = {"tolerance": 0.1, "min_rounds": 500}
+    wrong = Tally(rounds=172, accepted=1, squares=1, emitted=42_103, first=1)
+    assert fall(wrong, {"before": old}, **rule) == (
+        "first drafts accepted (it hardly drafts) 0.01 against 0.09 before, 172 rounds, tolerance 25%"
+    )
+    as_good = Tally(rounds=172, accepted=14, squares=14, emitted=42_103, first=14)
+    assert fall(as_good, {"before": old}, **rule) is None
 
 
 def test_the_window_before_a_swap_is_recent():

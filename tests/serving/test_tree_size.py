@@ -112,6 +112,21 @@ def test_is_as_fast_as_the_best_tree_chain_or_none(children, batch, bias):
     assert simulation.tokens_per_s > 0.88 * best_fixed(children, batch, cpu_step)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_drafting_comes_back_soon_after_the_traffic_has_become_easy(batch):
+    """It is off, at next to no cost, while drafts are refused, and on again a few seconds after they are not."""
+
+    def every_row_costs(rows: int) -> float:
+        return 15e-3 + 1.3e-3 * rows
+
+    simulation = Simulation([[0.02, 0.01]] * batch, every_row_costs, depth=5).run(1500)
+    assert simulation.tokens_per_s > 0.98 * batch / every_row_costs(batch)
+    simulation.children = [[0.65, 0.15, 0.05]] * batch
+    simulation.counts.clear()
+    simulation.run(500)
+    assert len(simulation.counts) > 100
+
+
 def test_where_more_rows_are_free_more_nodes_are_verified():
     few = Simulation([[0.5, 0.2, 0.1]], nodes=40).run(300).counts[-50:]
     many = Simulation([[0.5, 0.2, 0.1]], gpu_step, nodes=40).run(300).counts[-50:]
