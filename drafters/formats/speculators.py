@@ -35,7 +35,7 @@ from drafters.formats.foreign_folder import (
 from drafters.target import SharedWeights, Target, shared_weights
 
 NAME = "the speculators layout"
-VERSION = "0.5.0"  # of the package whose layout this is
+VERSION = "0.9.0"  # of the package whose layout this is
 PLAIN, SECOND = "dflash", "dflash2"
 _CLASSES = {PLAIN: "DFlashDraftModel", SECOND: "DFlash2DraftModel"}
 _OF_TRAINING = (  # what its trainer keeps there, or what only a correction head of another drafter reads
@@ -72,10 +72,13 @@ def contents(module: DrafterModule, target: Target, target_name: str) -> Layout:
         "tie_word_embeddings": False,
         "dtype": "float32",
     }
-    tensors = dflash_layout.saved_tensors(module)
+    tensors, notes = dflash_layout.saved_tensors(module), []
     ids_W = tensors.pop("draft_vocab_ids", None)
     if kind == SECOND:
         raw |= {name: getattr(config, name) for name in PARTS}
+        notes.append("not every vLLM that reads dflash2 in z-lab's layout reads it in this one")
+    if config.sliding_window:
+        notes.append("speculators' own trainer counts a window from the anchor; vLLM, as we do, from every slot")
     if ids_W is not None:
         tensors |= {"lm_head.weight": module.lm_head_WD} | vocabulary_maps(ids_W, config.vocab_size)
     return Layout(
@@ -83,7 +86,7 @@ def contents(module: DrafterModule, target: Target, target_name: str) -> Layout:
         tensors=tensors,
         target_layer_ids=config.target_layer_ids,
         draft_tokens=config.num_draft_tokens,
-        notes=("vLLM reads dflash2 in this layout by the speculators package's plugin only",) if kind == SECOND else (),
+        notes=tuple(notes),
     )
 
 
@@ -111,6 +114,8 @@ def read(source: Path, target: Target) -> tuple[DrafterModule, dict[str, str]]:
         fields |= {name: said.need(name, keys.is_count) for name in PARTS}
     _check_anchor(said, fields["block_size"])
     _check_causal(said, SLIDING in fields["layer_types"])
+    if fields["sliding_window"]:
+        said.facts["sliding_window"] = "counted from every slot, as vLLM does; speculators' trainer: from the anchor"
     said.only("projector_type", "dflash", mend=_OTHER)
     said.only("shift_label", False, mend=_OTHER)
     said.only("target_hidden_size", fields["hidden_size"], mend=_OTHER)

@@ -43,7 +43,7 @@ def test_a_round_trip_keeps_logits_bit_by_bit(kind, deep_target: Path, tmp_path:
     batch = real_batch(deep_target, TAPPED)
     assert torch.equal(back(batch).logits_BAKW, module(batch).logits_BAKW)
     assert torch.equal(back.propose(batch), module.propose(batch))
-    assert set(taken) <= {"lm_head.weight"}, "every other key was said"
+    assert set(taken) == {"few tokens": {"lm_head.weight"}, "sliding": {"sliding_window"}}.get(kind, set())
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def test_the_layout(deep_target: Path, tmp_path: Path):
     assert config == {
         "architectures": ["DFlashDraftModel"],
         "speculators_model_type": "dflash",
-        "speculators_version": "0.5.0",
+        "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
