@@ -24,9 +24,11 @@ from cluster.command import (
     amounts,
     console,
     end,
+    layer_ids,
     least_most,
     one_line_errors,
 )
+from cluster.formats_command import export, import_drafter
 from cluster.redistill_command import redistill
 from cluster.registry_command import registry
 from cluster.rollouts_command import rollouts
@@ -72,6 +74,10 @@ def generate(
         typer.Option(help="Of stored features. int8 (a scale per token and layer) takes half; float32 keeps no more."),
     ] = "bfloat16",
     taps: Annotated[int, typer.Option(help="Layers whose hidden states are stored, the last included.")] = 3,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="These layers instead, from 0: 1,14,27. A DFlash for other servers leaves out the last."),
+    ] = None,
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",
     batch: Annotated[int, typer.Option(help="Sequences that an actor decodes at once.")] = 8,
@@ -103,6 +109,7 @@ def generate(
             target=target, prompts=prompts, output=output, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
             chat_options=ChatOptions.read(chat_template, system, thinking), temperature=temperature, top_k=top_k,
             top_p=top_p, seed=seed, with_features=features, features_dtype=features_dtype, num_taps=taps,
+            target_layer_ids=layer_ids(layers),
             dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=least_most(num_actors),
             max_bytes=max_bytes, gpus_per_actor=gpus_per_actor or float(gpu), cpus_per_actor=cpus_per_actor,
             threads_per_actor=threads_per_actor, resources=amounts(resource), rows_per_shard=rows_per_shard,
@@ -159,6 +166,8 @@ def evaluate(
 
 
 app.add_typer(registry, name="registry")
+app.command()(export)
+app.command("import")(import_drafter)
 app.command()(serve)
 app.command()(redistill)
 app.command()(schedule)

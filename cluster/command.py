@@ -43,6 +43,16 @@ def least_most(text: str) -> tuple[int, int]:
     return low, high
 
 
+def layer_ids(text: str | None) -> tuple[int, ...] | None:
+    """`1,14,27` as layers of the target."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of layers, such as 1,14,27")
+    return tuple(int(part) for part in parts)
+
+
 def given(**options: Any) -> dict[str, Any]:
     """The options that have a value."""
     return {name: value for name, value in options.items() if value is not None}

@@ -14,6 +14,7 @@ from cluster.command import (
     end,
     fail,
     given,
+    layer_ids,
     least_most,
     one_line_errors,
 )
@@ -52,6 +53,9 @@ def train(
     ] = False,
     anchor_embedding: Annotated[
         bool, typer.Option("--anchor-embedding", help="independent: heads also read the token that drafts follow.")
+    ] = False,
+    medusa_heads: Annotated[
+        bool, typer.Option("--medusa-heads", help="independent: Medusa's heads, h + SiLU(Linear(h)), which vLLM loads.")
     ] = False,
     block_size: Annotated[int, typer.Option(help="dflash: slots of a block; one less is drafted.")] = 8,
     num_hidden_layers: Annotated[int, typer.Option(help="dflash: layers of the drafter.")] = 1,
@@ -117,6 +121,9 @@ def train(
         int | None,
         typer.Option(help="online, joint: layers whose hidden states are read, the last included.", show_default="3"),
     ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="online: these layers instead, from 0, such as 1,14,27.", show_default="by taps")
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, typer.Option(help="online: of the target.", show_default="float32")
     ] = None,
@@ -157,7 +164,7 @@ def train(
         least, most = least_most(num_workers)
         of_joint = given(beta=beta, trunk_learning_rate=trunk_learning_rate)
         of_online = given(dtype=dtype, num_actors=num_actors, cpus_per_actor=cpus_per_actor)
-        of_online |= given(resources=amounts(actor_resource) or None)
+        of_online |= given(resources=amounts(actor_resource) or None, target_layer_ids=layer_ids(layers))
         if of_joint and regime != "joint":
             fail(f"{next(iter(of_joint))} belongs to --regime joint; give both, or none", 2)
         if of_online and not online:
@@ -180,7 +187,8 @@ def train(
             num_workers=most, min_workers=least if least < most else None, use_gpu=gpu,
             resources=amounts(resource),
             independent=IndependentOptions(
-                own_lm_head=own_lm_head, shared_trunk=shared_trunk, anchor_embedding=anchor_embedding
+                own_lm_head=own_lm_head, shared_trunk=shared_trunk, anchor_embedding=anchor_embedding,
+                medusa_heads=medusa_heads,
             ),
             dflash=DFlashOptions(
                 block_size=block_size, num_hidden_layers=num_hidden_layers, selector_top_k=selector_top_k,

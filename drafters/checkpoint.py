@@ -42,12 +42,23 @@ def save_checkpoint(path: Path, module: DrafterModule, provenance: dict[str, Any
     """Write a checkpoint folder, replacing an older one whole. `provenance` must hold `target_fingerprint`."""
     if "target_fingerprint" not in provenance:
         raise ValueError("provenance lacks target_fingerprint; pass the target's fingerprint with the tapped layers")
+    write_folder(path, *_contents(module), provenance)
+
+
+def write_folder(
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    provenance: dict[str, Any],
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Write a folder of these three files whole, replacing an older one; `metadata` goes into the weights' header."""
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        config, tensors = _contents(module)
         (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, work / WEIGHTS)
+        saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(saved, work / WEIGHTS, metadata)
         (work / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
         work.chmod(0o755)
         if path.exists():
@@ -92,6 +103,7 @@ _MTP_CHECKS: dict[str, keys.Check] = {  # by a field's annotation
 
 def _mtp_config(raw: dict[str, Any]) -> MtpConfig:
     """Raises ValueError, naming what is wrong."""
+    raw = {"medusa_heads": False} | raw  # older checkpoints do not say it
     raw = keys.take_keys(raw, {field.name: _MTP_CHECKS[str(field.type)] for field in fields(MtpConfig)}, {})
     config = MtpConfig(**(raw | {"target_layer_ids": tuple(raw["target_layer_ids"])}))
     for wrong, what in (

@@ -35,6 +35,7 @@ class MtpConfig:
     own_lm_head: bool = False  # independent heads: a projection of their own instead of the target's LM head
     shared_trunk: bool = False  # independent heads: one residual block before all of them
     anchor_embedding: bool = False  # independent heads: they also read the anchor, the token at p + 1
+    medusa_heads: bool = False  # independent heads: h + SiLU(Linear(h)), which other servers load, not residual MLPs
     expansion: int = 4  # independent heads: width of the MLP over hidden_size (e)
     dropout: float = 0.0  # independent heads
     num_attention_heads: int = 8  # recursive head
@@ -71,6 +72,20 @@ class ResidualHead(nn.Module):
         return hidden + self.mlp(hidden)
 
 
+class MedusaHead(nn.Module):
+    """h + SiLU(Linear(h)): the head of Medusa (Cai et al. 2024, arXiv 2401.10774)."""
+
+    def __init__(self, config: MtpConfig):
+        super().__init__()
+        self.linear = nn.Linear(config.hidden_size, config.hidden_size)
+        nn.init.zeros_(self.linear.weight)  # starts as the identity, like a residual head
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return hidden + F.silu(self.linear(hidden))
+
+
 class IndependentHeads(DrafterModule):
     """K heads on the target's last tapped hidden state at p; head k predicts the token at p + 1 + k by itself.
 
@@ -81,7 +96,8 @@ class IndependentHeads(DrafterModule):
 
     def __init__(self, config: MtpConfig):
         super().__init__(config)
-        self.heads = nn.ModuleList(ResidualHead(config) for _ in range(config.num_draft_tokens))
+        make_head = MedusaHead if config.medusa_heads else ResidualHead
+        self.heads = nn.ModuleList(make_head(config) for _ in range(config.num_draft_tokens))
         self.register_buffer("final_norm_D", torch.ones(config.hidden_size), persistent=False)
         width = config.hidden_size
         self.anchor_norm = nn.RMSNorm(width, eps=config.rms_eps) if config.anchor_embedding else None

@@ -26,6 +26,7 @@ class IndependentOptions:
     own_lm_head: bool = False  # a projection of their own instead of the target's LM head
     shared_trunk: bool = False  # one residual block before all heads
     anchor_embedding: bool = False  # the heads also read the token that drafts follow
+    medusa_heads: bool = False  # h + SiLU(Linear(h)) in place of a residual MLP: vLLM loads such
 
 
 @dataclass(frozen=True, kw_only=True)

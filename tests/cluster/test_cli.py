@@ -33,7 +33,7 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "evaluate", "serve", "quickstart"])
+@pytest.mark.parametrize("command", ["generate", "train", "evaluate", "export", "import", "serve", "quickstart"])
 def test_every_command_explains_itself(command):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -136,6 +136,7 @@ def test_train_refuses_options_of_another_kind_by_name(arguments, message, tmp_p
         (["--num-actors", "2"], "num_actors belongs to --online"),
         (["--actor-resource", "target_node=1"], "resources belongs to --online"),
         (["--taps", "5"], "taps belongs to --online or --regime joint"),
+        (["--layers", "1,2"], "target_layer_ids belongs to --online"),
     ],
 )
 def test_train_refuses_options_without_what_they_belong_to(arguments, message, tmp_path):
@@ -180,6 +181,13 @@ def test_train_ends_with_both_taus_and_fails_where_they_differ(monkeypatch: pyte
     assert machine.exit_code == 1
     facts = json.loads(machine.stdout)
     assert (facts["served_tau"], facts["parity_passed"]) == (1.0, False)
+
+
+def test_layers_reach_online_training(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr("pipelines.train.train", lambda config, on_progress: seen.append(config) or trained_report())
+    assert run("train", "--kind", "dflash", "--online", "--layers", "0, 2").exit_code == 0
+    assert seen[0].online.target_layer_ids == (0, 2)
 
 
 def test_train_takes_the_loss_weights_of_the_kind_unless_told(monkeypatch: pytest.MonkeyPatch):

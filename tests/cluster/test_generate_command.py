@@ -53,6 +53,13 @@ def test_without_rejects_there_is_no_such_table(monkeypatch: pytest.MonkeyPatch)
     assert "rejects.jsonl" not in run().stdout
 
 
+def test_named_layers_reach_the_run(seen: list):
+    for arguments in ((), ("--layers", "1, 14,27")):
+        assert run(*arguments).exit_code == 0
+    assert [config.target_layer_ids for config in seen] == [None, (1, 14, 27)]
+    assert run("--layers", "1;14").exit_code == 2
+
+
 def test_chat_options_reach_the_run(seen: list, tmp_path: Path):
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     assert run().exit_code == 0

@@ -109,7 +109,13 @@ def assert_parity(model, module: DrafterModule, overheard: Overheard, completion
     return compared
 
 
-VARIANTS = [{}, {"shared_trunk": True}, {"anchor_embedding": True}, {"shared_trunk": True, "anchor_embedding": True}]
+VARIANTS = [
+    {},
+    {"shared_trunk": True},
+    {"anchor_embedding": True},
+    {"shared_trunk": True, "anchor_embedding": True},
+    {"medusa_heads": True},
+]
 
 
 @pytest.mark.parametrize("vocab_ids", [None, range(1, 256, 3)])

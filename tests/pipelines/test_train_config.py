@@ -12,7 +12,7 @@ import torch
 
 from drafters.dflash import DFlashModule
 from drafters.losses import LossConfig
-from drafters.mtp import IndependentHeads
+from drafters.mtp import IndependentHeads, MedusaHead
 from drafters.target import load_model, load_target
 from pipelines.fresh_drafter import fresh_drafter
 from pipelines.mask_token import mask_token
@@ -84,12 +84,13 @@ VOCABULARY = torch.arange(5, 25)
 
 
 def test_independent_options_reach_the_module(toy_target_dir):
-    options = IndependentOptions(shared_trunk=True, anchor_embedding=True, own_lm_head=True)
+    options = IndependentOptions(shared_trunk=True, anchor_embedding=True, own_lm_head=True, medusa_heads=True)
     config = replace(CONFIG, kind="independent", independent=options, draft_vocab_size=3, num_draft_tokens=2)
     module = fresh_drafter(config, toy_target_dir, (0, 1), VOCABULARY)
     assert isinstance(module, IndependentHeads)
     assert module.trunk is not None
     assert module.anchor_proj is not None
+    assert all(isinstance(head, MedusaHead) for head in module.heads)
     assert module.draft_vocab_ids.tolist() == VOCABULARY.tolist()
     assert torch.equal(module.lm_heads[1], module.lm_head_WD)
 
