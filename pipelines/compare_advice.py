@@ -80,11 +80,11 @@ def advise(
     line = f"choose {best.drafter} with a {shape.name}: S {best.speed:.2f} at batch {batch}, since {reason}"
     return Advice(
         drafter=best.drafter,
-        serve=serve and serve.drafter,
+        serve=serve.drafter if serve else None,
         shape=shape.name,
         batch=batch,
         speed=best.speed,
-        runner_up=second and second.drafter,
+        runner_up=second.drafter if second else None,
         margin=[] if apart is None else _ends(apart),
         told_apart=apart is not None and apart.sure,
         line=line + _runner_up(second, apart),

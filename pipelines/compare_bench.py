@@ -106,10 +106,10 @@ class Bench:
         most = max(len(one.prompts) for one in sets)
         mixed = [one.prompts[i % len(one.prompts)] for i in range(most) for one in sets]
         drafters = self._working(names)
-        by_batch = [
-            round_times(self.engine, drafters, self.shapes, mixed, batch, partial(tick, f"rounds of {batch}"))
-            for batch in self.config.batches
-        ]
+        by_batch = []
+        for batch in self.config.batches:
+            on_turn = partial(tick, f"cost of rounds at batch {batch}")
+            by_batch.append(round_times(self.engine, drafters, self.shapes, mixed, batch, on_turn))
         return {name: DrafterTimes(drafter=name, batches=[one[name] for one in by_batch]) for name in drafters}
 
     def times_units(self, drafters: int) -> int:
@@ -162,14 +162,17 @@ class Bench:
 
     def pairs_units(self, drafters: int, prompts: NamedPrompts) -> int:
         """Ticks of `pairs`."""
-        timed = prompts.prompts[: self.config.speed_limit]
-        groups = sum(len(groups_of(timed, batch)) for batch in self.config.batches)
+        groups = sum(len(groups_of(self._timed(prompts, batch), batch)) for batch in self.config.batches)
         return len(prompts.prompts) + (drafters + 1) * groups
+
+    def _timed(self, prompts: NamedPrompts, batch: int) -> list[list[int]]:
+        """The set's first prompts, enough for two groups where the set has them."""
+        return prompts.prompts[: max(self.config.speed_limit, 2 * batch)]
 
     def _speeds(
         self, shapes: dict[str, Shape], prompts: NamedPrompts, answers: list[Answer], batch: int, tick: Tick
     ) -> dict[str, SpeedFigures]:
-        timed = prompts.prompts[: self.config.speed_limit]
+        timed = self._timed(prompts, batch)
         groups = groups_of(timed, batch)
         same = first_answers(answers[: len(timed)], batch * len(groups))
         found = timed_answers(

@@ -45,7 +45,7 @@ class CompareConfig:
     prompts: tuple[str, ...] = ("gsm8k_test",)  # sets: shipped names, files or URIs; never what a drafter learned from
     output: str = "draftloop-out/compare"  # folder, path or URI
     limit: int = 40  # prompts of each set that tau is counted on
-    speed_limit: int = 6  # prompts of each set that are timed, the first ones
+    speed_limit: int = 6  # prompts of each set that are timed, the first ones; of a large batch more, two groups
     chat: bool = False  # wrap raw `prompt` rows into a user turn
     chat_options: ChatOptions = field(default_factory=ChatOptions)
     max_new_tokens: int = 96  # per prompt
@@ -70,10 +70,10 @@ class CompareConfig:
             raise CompareError("there is no batch to time; give batches, such as 1,4,8")
         if not self.drafters and not self.prompt_lookup:
             raise CompareError("there is nothing to compare; give a drafter, or leave prompt lookup in")
-        for name, values in (("drafter", self.drafters), ("prompt set", self.prompts)):
-            twice = next((value for value in values if values.count(value) > 1), None)
+        for what, given in (("drafter", self.drafters), ("prompt set", self.prompts)):
+            twice = next((one for one in given if given.count(one) > 1), None)
             if twice is not None:
-                raise CompareError(f"{name} {twice} is given twice; give it once")
+                raise CompareError(f"{what} {twice} is given twice; give it once")
 
     def measuring(self) -> dict[str, Any]:
         """The options that a figure of one drafter on one set depends on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,7 +108,8 @@ def borrowed_weights(module: DrafterModule, shared: SharedWeights) -> list[str]:
     )
     batch, found = pad_documents([document]), []
     for name, word in SHAREABLE.items():
-        module.bind(replace(shared, **{name: torch.full_like(getattr(shared, name), float("nan"))}))
+        poison: Any = {name: torch.full_like(getattr(shared, name), float("nan"))}
+        module.bind(replace(shared, **poison))
         if bool(module(batch).logits_BAKW.isnan().any()):
             found.append(word)
     module.bind(shared)

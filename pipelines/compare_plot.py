@@ -25,7 +25,7 @@ def plot(report: CompareReport) -> str:
     from matplotlib.figure import Figure  # no pyplot: it would hold on to figures, and look for a display
     from matplotlib.lines import Line2D
 
-    style: dict[str, Any] = {
+    style: Any = {
         "svg.hashsalt": "draftloop",  # names in the file depend on it
         "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "axes.titlecolor": INK,
         "xtick.color": INK, "ytick.color": INK,

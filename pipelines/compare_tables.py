@@ -96,26 +96,20 @@ def length_table(report: CompareReport, prompt_set: str) -> TextTable:
     """tau and S by shape at the smallest batch; a star where S was measured, not predicted."""
     pairs = [pair for pair in report.pairs if pair.prompt_set == prompt_set]
     batch = report.config["batches"][0]
-    lengths = [one for pair in pairs for one in pair.lengths]
-    chains = sorted({one.depth for one in lengths if not one.nodes})
-    trees = sorted({one.nodes for one in lengths if one.nodes})
+    shapes = {one.shape for pair in pairs for one in pair.lengths}
+    columns = list(dict.fromkeys(shape.name for shape in sorted(shapes, key=lambda s: (s.nodes, s.depth))))
     rows = []
     for pair in pairs:
-        cells = {_column(one.shape): f"{_cell(one.tau)} / {_cell(one.s_predicted[0])}" for one in pair.lengths}
+        cells = {one.shape.name: f"{_cell(one.tau)} / {_cell(one.s_predicted[0])}" for one in pair.lengths}
         speed = pair.speed(batch)
-        cells[_column(speed.shape)] += f" ({speed.s_measured:.2f}*)"
-        columns = [*chains, *(f"tree {n}" for n in trees)]
+        cells[speed.shape.name] += f" ({speed.s_measured:.2f}*)"
         rows.append([pair.drafter, *(cells.get(column, "") for column in columns)])
     return TextTable(
         f"{prompt_set}: tau / S by drafts of a round, batch {batch}",
-        ["", *(str(k) for k in chains), *(f"tree of {n}" for n in trees)],
+        ["", *columns],
         rows,
         "S is S_predicted; with a star S_measured, of whole answers with these drafts.",
     )
-
-
-def _column(shape: Shape) -> int | str:
-    return f"tree {shape.nodes}" if shape.nodes else shape.depth
 
 
 def markdown(report: CompareReport, plot: str) -> str:
