@@ -41,7 +41,7 @@ def compare_view(report: CompareReport) -> RenderableType:
 def _rich(table: TextTable) -> Table:
     """A column for each drafter, so that they stand side by side; terminals are narrow."""
     shown = Table(title=escape(table.title), title_justify="left", title_style="bold", box=box.SIMPLE)
-    shown.add_column(escape(table.heads[0]), style="cyan")
+    shown.add_column(escape(table.heads[0]), style="cyan", min_width=11, overflow="fold")
     for row in table.rows:
         shown.add_column(escape(row[0]), overflow="fold")
     for number, head in enumerate(table.heads[1:], start=1):

@@ -1,7 +1,8 @@
 """Which drafter to choose, from the figures alone: what was measured of each in; one line with its reason out.
 
 Speeds are compared prompt by prompt: of every group of prompts that was timed, the logarithm of tokens/s over plain
-decoding's in the same run. A difference counts if Student's interval of its mean leaves out zero.
+decoding's in the same run. Prompt sets count alike, and how they differ is no noise: a difference counts if Student's
+interval of the mean over sets, made from the spread within each, leaves out zero.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pipelines.compare_config import Shape
 from pipelines.compare_figures import Advice, BatchTimes, DrafterTimes, PairFigures
 
 CONFIDENCE = 0.95
-LEAST_GROUPS = 3  # with fewer nothing is known of the noise
+LEAST_FREEDOM = 2  # groups beyond the first of each set: with fewer nothing is known of the noise
 FREE = 0.03  # of T_base: a draft that costs less costs nothing
 FLAT = 0.15  # growth of a time from one draft to the longest chain that is called flat
 RISING = 0.05  # growth of tau in the second half of the chain's length that is called rising
@@ -28,11 +29,20 @@ class Standing:
     """One drafter at one batch."""
 
     drafter: str
-    logs: list[float]  # log of tokens/s over plain decoding's, group by group, sets one after another
+    logs: list[list[float]]  # by set and group, log of tokens/s over plain decoding's
 
     @property
     def speed(self) -> float:
-        return math.exp(statistics.fmean(self.logs))
+        return math.exp(_mean(self.logs))
+
+    @property
+    def gain(self) -> Margin:
+        """Over plain decoding."""
+        return margin_of(self.logs)
+
+    def over(self, other: Standing) -> Margin:
+        pairs = zip(self.logs, other.logs, strict=True)
+        return margin_of([[a - b for a, b in zip(*both, strict=True)] for both in pairs])
 
 
 @dataclass(frozen=True)
@@ -65,17 +75,19 @@ def advise(
             drafter=None, serve=None, shape="", batch=batch, speed=None, runner_up=None, margin=[], told_apart=False,
             line="serve without a drafter: none could be measured", others=[],
         )  # fmt: skip
-    best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
-    gain = margin_of(best.logs)
-    if not gain.sure:
+    sure = [standing for standing in ranked if standing.gain.sure]
+    if not sure:
+        best, gain = ranked[0], ranked[0].gain
         return Advice(
             drafter=None, serve=None, shape="", batch=batch, speed=best.speed, runner_up=best.drafter,
             margin=_ends(gain), told_apart=gain.high < 0,
             line=_without_line(best, gain, batch), others=_other_batches(pairs, batches, None),
         )  # fmt: skip
-    serve = next((s for s in ranked if s.drafter in served and margin_of(s.logs).sure), None)
+    best = sure[0]
+    second = next((standing for standing in ranked if standing is not best), None)
+    serve = next((standing for standing in sure if standing.drafter in served), None)
     shape = _usual_shape([pair for pair in pairs if pair.drafter == best.drafter], batch)
-    apart = None if second is None else margin_of([a - b for a, b in zip(best.logs, second.logs, strict=True)])
+    apart = None if second is None else best.over(second)
     reason = _reason(best.drafter, shape, batch, pairs, times)
     line = f"choose {best.drafter} with a {shape.name}: S {best.speed:.2f} at batch {batch}, since {reason}"
     return Advice(
@@ -98,21 +110,35 @@ def advise(
 
 def standings(pairs: Sequence[PairFigures], batch: int) -> list[Standing]:
     """Drafters from the fastest to the slowest."""
-    logs: dict[str, list[float]] = {}
+    logs: dict[str, list[list[float]]] = {}
     for pair in pairs:
-        logs.setdefault(pair.drafter, []).extend(math.log(ratio) for ratio in pair.speed(batch).ratios)
+        logs.setdefault(pair.drafter, []).append([math.log(ratio) for ratio in pair.speed(batch).ratios])
     return sorted((Standing(name, values) for name, values in logs.items()), key=lambda s: -s.speed)
 
 
-def margin_of(logs: Sequence[float]) -> Margin:
-    """Of a mean of logarithms, with Student's interval (first terms of its Cornish-Fisher expansion)."""
-    mean, number = statistics.fmean(logs), len(logs)
-    if number < LEAST_GROUPS:
+def margin_of(logs: Sequence[Sequence[float]]) -> Margin:
+    """Of the mean over sets of means of logarithms, with Student's interval."""
+    mean, freedom = _mean(logs), sum(len(one) - 1 for one in logs)
+    if freedom < LEAST_FREEDOM or min(map(len, logs)) < 2:
         return Margin(math.expm1(mean), -1.0, math.inf)
-    freedom, z = number - 1, NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    half = t * statistics.stdev(logs) / math.sqrt(number)
+    variance = sum(statistics.variance(one) / len(one) for one in logs) / len(logs) ** 2
+    half = _student(freedom) * math.sqrt(variance)
     return Margin(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))
+
+
+def _mean(logs: Sequence[Sequence[float]]) -> float:
+    return statistics.fmean(statistics.fmean(one) for one in logs)
+
+
+def _student(freedom: int) -> float:
+    """Quantile of Student's t for CONFIDENCE, by the first terms of its Cornish-Fisher expansion."""
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**i for i, term in enumerate(terms, start=1))
 
 
 def _ends(margin: Margin) -> list[float]:
@@ -227,6 +253,6 @@ def _other_sets(pairs: Sequence[PairFigures], batch: int, chosen: str) -> list[s
         best, own = ranked[0], next(s for s in ranked if s.drafter == chosen)
         if best.speed <= 1:
             lines.append(f"on {name} decode plainly: the best drafter, {best.drafter}, has S {best.speed:.2f}")
-        elif best is not own and margin_of([a - b for a, b in zip(best.logs, own.logs, strict=True)]).sure:
+        elif best is not own and best.over(own).sure:
             lines.append(f"on {name} {best.drafter} is faster (S {best.speed:.2f} against {own.speed:.2f})")
     return lines

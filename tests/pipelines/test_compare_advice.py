@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import pytest
 
 from pipelines.compare_advice import advise, margin_of
@@ -135,10 +138,26 @@ def test_a_set_where_it_is_otherwise_is_named():
     assert "on russian prompt lookup is faster (S 1.90 against 1.20)" in found.others
 
 
+def test_a_sure_gain_is_chosen_before_a_larger_one_that_is_noise():
+    wild = pair("flash", 1.8, spread=(0.3, 1.0, 1.0, 3.3))
+    found = advice((pair("mtp", 1.5), times("mtp")), (wild, times("flash")))
+    assert found.drafter == "mtp"
+    assert "it cannot be told apart from flash (S 1.80; -16%" in found.line
+
+
+def test_sets_that_differ_are_no_noise():
+    pairs = [pair("mtp", 1.1), pair("mtp", 2.8, prompt_set="russian")]
+    found = advice((pairs, times("mtp")))
+    assert found.drafter == "mtp"
+    assert found.speed == pytest.approx((1.1 * 2.8) ** 0.5, rel=0.01)
+
+
 def test_the_interval_is_students():
-    """Against scipy's: t of 3 degrees of freedom at 97.5% is 3.18; of 23 it is 2.07."""
-    for number, t in ((4, 3.18), (24, 2.07)):
-        logs = [0.1 + (-1) ** i * 0.05 for i in range(number)]
-        sd = 0.05 * (number / (number - 1)) ** 0.5
-        margin = margin_of(logs)
-        assert margin.high == pytest.approx(2.718281828 ** (0.1 + t * sd / number**0.5) - 1, rel=0.05)
+    """Quantiles of t at 97.5%: 4.303, 3.182 and 2.069 with 2, 3 and 23 degrees of freedom."""
+    for number, t in ((3, 4.303), (4, 3.182), (24, 2.069)):
+        logs = [0.1 + i * 0.01 for i in range(number)]
+        mean, half = statistics.fmean(logs), t * statistics.stdev(logs) / number**0.5
+        assert math.log1p(margin_of([logs]).high) == pytest.approx(mean + half, rel=0.02)
+    two = margin_of([[0.1, 0.2, 0.3, 0.4], [1.1, 1.2, 1.3, 1.4]])
+    half = 2.447 * (2 * statistics.variance([0.1, 0.2, 0.3, 0.4]) / 4) ** 0.5 / 2  # 6 degrees of freedom
+    assert math.log1p(two.low) == pytest.approx(0.75 - half, rel=0.01)
