@@ -129,7 +129,8 @@ def markdown(report: CompareReport, plot: str) -> str:
         + ".",
         "",
     ]
-    lines += [f"- {error}" for error in report.errors()]
+    if errors := report.errors():
+        lines += [*(f"- {error}" for error in errors), ""]
     for table in tables(report):
         lines += [f"## {table.title}", "", _row(table.heads), "|" + "---|" * len(table.heads)]
         lines += [_row(row) for row in table.rows]
