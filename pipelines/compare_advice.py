@@ -86,10 +86,11 @@ def advise(
     best = sure[0]
     second = next((standing for standing in ranked if standing is not best), None)
     serve = next((standing for standing in sure if standing.drafter in served), None)
-    shape = _usual_shape([pair for pair in pairs if pair.drafter == best.drafter], batch)
+    mine = [pair for pair in pairs if pair.drafter == best.drafter]
+    shape = _usual_shape(mine, batch)
     apart = None if second is None else best.over(second)
     reason = _reason(best.drafter, shape, batch, pairs, times)
-    line = f"choose {best.drafter} with a {shape.name}: S {best.speed:.2f} at batch {batch}, since {reason}"
+    line = f"choose {best.drafter} with {_drafts(mine, batch)}: S {best.speed:.2f} at batch {batch}, since {reason}"
     return Advice(
         drafter=best.drafter,
         serve=serve.drafter if serve else None,
@@ -149,6 +150,14 @@ def _ends(margin: Margin) -> list[float]:
 def _usual_shape(pairs: Sequence[PairFigures], batch: int) -> Shape:
     """The one that was timed on most sets."""
     return Counter(pair.speed(batch).shape for pair in pairs).most_common(1)[0][0]
+
+
+def _drafts(pairs: Sequence[PairFigures], batch: int) -> str:
+    """What it was timed with: one shape, or one by prompt set."""
+    names = {pair.prompt_set: pair.speed(batch).shape.name for pair in pairs}
+    if len(set(names.values())) == 1:
+        return f"a {next(iter(names.values()))}"
+    return " and ".join(f"a {name} on {prompt_set}" for prompt_set, name in names.items())
 
 
 def _without_line(best: Standing, gain: Margin, batch: int) -> str:

@@ -68,6 +68,8 @@ class CompareConfig:
                 raise CompareError(f"{name} are {', '.join(map(str, values))}; give numbers of at least 1")
         if not self.batches:
             raise CompareError("there is no batch to time; give batches, such as 1,4,8")
+        if list(self.batches) != sorted(set(self.batches)):
+            raise CompareError(f"batches are {', '.join(map(str, self.batches))}; give each once, ascending")
         if not self.drafters and not self.prompt_lookup:
             raise CompareError("there is nothing to compare; give a drafter, or leave prompt lookup in")
         for what, given in (("drafter", self.drafters), ("prompt set", self.prompts)):

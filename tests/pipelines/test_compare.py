@@ -292,6 +292,8 @@ def test_names_and_wrong_use(folder, toy_target_dir):
         compare(config_of(folder, toy_target_dir, prompt_lookup=False))
     with pytest.raises(CompareError, match="no drafter can be compared; stranger: "):
         compare(config_of(folder, toy_target_dir, "stranger", prompt_lookup=False))
+    with pytest.raises(CompareError, match="batches are 8, 1; give each once, ascending"):
+        compare(config_of(folder, toy_target_dir, "mtp", batches=(8, 1)))
     with pytest.raises(CompareError, match="given twice"):
         compare(config_of(folder, toy_target_dir, "mtp", "mtp"))
     with pytest.raises(CompareError, match="no room for a prompt"):

@@ -146,10 +146,11 @@ def test_a_sure_gain_is_chosen_before_a_larger_one_that_is_noise():
 
 
 def test_sets_that_differ_are_no_noise():
-    pairs = [pair("mtp", 1.1), pair("mtp", 2.8, prompt_set="russian")]
+    pairs = [pair("mtp", 1.1), pair("mtp", 2.8, drafts=4, prompt_set="russian")]
     found = advice((pairs, times("mtp")))
     assert found.drafter == "mtp"
     assert found.speed == pytest.approx((1.1 * 2.8) ** 0.5, rel=0.01)
+    assert "choose mtp with a chain of 2 on maths and a chain of 4 on russian: S 1.75" in found.line
 
 
 def test_the_interval_is_students():
