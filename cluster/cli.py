@@ -28,6 +28,7 @@ from cluster.command import (
     least_most,
     one_line_errors,
 )
+from cluster.compare_command import compare
 from cluster.formats_command import export, import_drafter
 from cluster.redistill_command import redistill
 from cluster.registry_command import registry
@@ -165,6 +166,7 @@ def evaluate(
         end(report, show.evaluation_table, as_json, f"draftloop serve --target {target} --drafter {drafter}")
 
 
+app.command()(compare)
 app.add_typer(registry, name="registry")
 app.command()(export)
 app.command("import")(import_drafter)

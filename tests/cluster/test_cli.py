@@ -33,7 +33,9 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "evaluate", "export", "import", "serve", "quickstart"])
+@pytest.mark.parametrize(
+    "command", ["generate", "train", "evaluate", "compare", "export", "import", "serve", "quickstart"]
+)
 def test_every_command_explains_itself(command):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -254,3 +256,16 @@ def test_options_of_drafting_have_the_stages_own_defaults():
     for name in ("num_draft_tokens", "tree_nodes"):
         assert inspect.signature(cli.evaluate).parameters[name].default == EvaluateConfig(drafter="x").__dict__[name]
         assert inspect.signature(cli.serve).parameters[name].default == getattr(ServeConfig(target="smollm2"), name)
+
+
+def test_options_of_compare_have_the_stages_own_defaults():
+    from cluster.compare_command import compare, numbers
+    from pipelines.compare_config import CompareConfig
+
+    options = {name: parameter.default for name, parameter in inspect.signature(compare).parameters.items()}
+    stage = CompareConfig()
+    for name in ("target", "output", "prompt_lookup", "limit", "speed_limit", "num_draft_tokens", "dtype", "device"):
+        assert options[name] == getattr(stage, name)
+    assert options["tokens"] == stage.max_new_tokens
+    assert tuple(options["prompts"]) == stage.prompts
+    assert (numbers(options["batches"]), numbers(options["trees"])) == (stage.batches, stage.trees)
