@@ -23,6 +23,7 @@ from drafters.own_mtp_module import OwnMtpConfig
 from drafters.target import is_mtp_tensor
 from drafters.target_source import safetensors_header, weight_files
 from serving.engine.engine_config import EngineConfig
+from serving.engine.kv_layout import kv_layout, kv_numbers
 from serving.engine.native_memory import kv_slot_bytes
 from serving.engine.native_pack import packed_bytes
 from serving.engine.native_recursive_drafter import NativeRecursiveDrafter
@@ -127,19 +128,18 @@ def memory_needs(
     engine_config: EngineConfig,
 ) -> MemoryNeeds:
     """Of a target with this text config. Raises TargetError or CheckpointError for files that cannot be read."""
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    first = kv_layout(config)[0]
     layers, width, size = config.num_hidden_layers, config.hidden_size, dtype.itemsize
-    slot_kv = 2 * layers * max_len * kv_heads * head_dim * size
+    slot_kv = kv_numbers(config) * max_len * size
     if form == "native":  # keys and values are float32 in any dtype, and so is what comes out of a pass
-        slot_kv, size = kv_slot_bytes((layers, kv_heads), max_len=max_len, head_dim=head_dim), 4
+        slot_kv, size = kv_slot_bytes((layers, first.kv_heads), max_len=max_len, head_dim=first.key_dim), 4
     drafter = (0, 0) if drafter_path is None else _drafter(drafter_path, target_path, dtype, form, max_len)
     hidden = (len(taps) * width + 8 * width + 3 * getattr(config, "intermediate_size", 4 * width)) * size
     logits = config.vocab_size * (size + 3 * 8)  # those who sample make probabilities of them in float64
     drafts = max(engine_config.num_draft_tokens, engine_config.tree_nodes)  # also of one elsewhere, or swapped in
     return MemoryNeeds(
         max_len=max_len,
-        target_bytes=_target(target_path, config, dtype, form, max_len * head_dim),
+        target_bytes=_target(target_path, config, dtype, form, max_len * first.key_dim),
         drafter_bytes=drafter[0],
         prefill_bytes=engine_config.max_prefill_rows * hidden,
         slot_kv_bytes=slot_kv,

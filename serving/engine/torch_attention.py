@@ -21,6 +21,10 @@ ATTENTION_NAME = "draftloop_slots"
 MAX_PADDED_RUN = 32  # runs up to this many rows share one padded attention call; longer ones (prefill) get their own
 
 
+class UnsupportedAttentionError(ValueError):
+    """A layer keeps other keys and values than its config says."""
+
+
 @dataclass
 class TreeSight:
     """What the places of a group see where rows form trees: a beginning of the slot, and some of the run's entries."""
@@ -86,7 +90,7 @@ class RowGroup:
 class SlotPass:
     """What the attention of every layer needs to know about one forward pass."""
 
-    keys: list[Tensor]  # per layer [slots, max_len, kv_heads, head_dim]
+    keys: list[Tensor]  # per layer [slots, max_len, kv_heads, head_dim]; that of values may be another one
     values: list[Tensor]
     flat_R: Tensor  # slot * max_len + entry
     groups: list[RowGroup]
@@ -96,7 +100,7 @@ def slot_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, R, head_dim]
     key: Tensor,  # [1, kv_heads, R, head_dim]
-    value: Tensor,
+    value: Tensor,  # [1, kv_heads, R, value's head_dim]
     attention_mask: Tensor | None,
     *,
     scaling: float,
@@ -106,16 +110,21 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Write keys and values into the slots, attend each row to its own slot; returns [1, R, heads, head_dim]."""
+    """Write keys and values into the slots, attend each row to its own slot; returns [1, R, heads, value's head_dim]."""
     layer: Any = module.layer_idx  # an int, which nn.Module's own annotation does not tell
     keys, values = slot_pass.keys[layer], slot_pass.values[layer]
+    if (key.shape[1], key.shape[3], value.shape[3]) != (*keys.shape[2:], values.shape[3]):
+        raise UnsupportedAttentionError(
+            f"layer {layer} has keys {tuple(key.shape)} and values {tuple(value.shape)} where slots hold "
+            f"{tuple(keys.shape[2:])} and {tuple(values.shape[2:])}; choose another target"
+        )
     keys.flatten(0, 1).index_copy_(0, slot_pass.flat_R, key[0].transpose(0, 1).to(keys.dtype))
     values.flatten(0, 1).index_copy_(0, slot_pass.flat_R, value[0].transpose(0, 1).to(values.dtype))
     query_RHD = query[0].transpose(0, 1)
     if len(slot_pass.groups) == 1:
         out = _attend(query_RHD, keys, values, slot_pass.groups[0], scaling, sliding_window, softcap, s_aux)
         return out[None], None
-    out = torch.empty_like(query_RHD, memory_format=torch.contiguous_format)
+    out = query_RHD.new_empty((*query_RHD.shape[:2], values.shape[3]))
     for group in slot_pass.groups:
         rows = group.rows
         out[rows] = _attend(query_RHD[rows], keys, values, group, scaling, sliding_window, softcap, s_aux)
@@ -146,8 +155,8 @@ def _attend(
         out = F.scaled_dot_product_attention(folded, key_SHLD, value_SHLD, attn_mask=mask, scale=scaling)
     else:
         out = _attend_explicitly(folded, key_SHLD, value_SHLD, mask, scaling, softcap, sinks)
-    out = out.view(group.slots, kv_heads, heads // kv_heads, group.width, dim).permute(0, 3, 1, 2, 4)
-    out = out.reshape(group.slots * group.width, heads, dim)
+    out = out.view(group.slots, kv_heads, heads // kv_heads, group.width, -1).permute(0, 3, 1, 2, 4)
+    out = out.reshape(group.slots * group.width, heads, -1)
     return out if group.scatter is None else out.index_select(0, group.scatter)
 
 

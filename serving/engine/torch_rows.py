@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafters.packed_linear import PackLinear, pack_linears
+from serving.engine.kv_layout import kv_layout
 from serving.engine.rows import Move, Rows, RowsOutput, check_moves, entries_of
 from serving.engine.torch_attention import ATTENTION_NAME, SlotPass, group_rows
 from serving.engine.torch_graphs import Capture, GraphedForward
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 RECURRENT_TYPES = {"mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2"}
+KV_SHARING_TYPES = {"gemma4_text", "gemma4_unified_text"}  # a layer gets the keys and values of the pass it attends to
 RECURRENT_KEYS = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads", "rwkv_hidden_size")  # of other families
 
 
@@ -36,7 +38,7 @@ def unsupported_reason(config: Any) -> str | None:
         return f"{config.model_type} is an encoder-decoder; Draftloop decodes decoder-only targets"
     if config.model_type in RECURRENT_TYPES or any(hasattr(config, key) for key in RECURRENT_KEYS):
         return f"{config.model_type} has recurrent or linear-attention state, which cannot be rolled back"
-    if getattr(config, "num_kv_shared_layers", 0):
+    if getattr(config, "num_kv_shared_layers", 0) and config.model_type not in KV_SHARING_TYPES:
         return f"{config.model_type} shares keys and values between layers, which the slot cache does not hold"
     return None
 
@@ -75,18 +77,26 @@ class TorchRows:
         self.native_threads = native_threads if pack else None
         if pack:
             pack_linears(self.model, pack, only=self.dtype)
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (num_slots, max_len, kv_heads, head_dim)
-        layers = range(config.num_hidden_layers)
-        self._keys = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers]
-        self._values = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers]
+        layout = kv_layout(config)
+        self._sources = sorted({kv.source for kv in layout})
+        # a layer that keeps nothing has the buffers of its source, and writes there what stands there already
+        self._keys = self._buffers([(kv.source, (kv.kv_heads, kv.key_dim)) for kv in layout])
+        self._values = self._buffers([(kv.source, (kv.kv_heads, kv.value_dim)) for kv in layout])
         self._tapped: dict[int, Tensor] = {}
         decoder_layers = _decoder_layers(model, config.num_hidden_layers)
         for layer in self.target_layer_ids:
             decoder_layers[layer].register_forward_hook(self._tap(layer))
         self._graphs = GraphedForward(self._run, self._keys, self._values, capture) if capture else None
         self.wants_equal_runs = capture is not None  # others have no graph
+
+    def _buffers(self, layers: list[tuple[int, tuple[int, int]]]) -> list[Tensor]:
+        """Per layer [slots, max_len, kv_heads, head_dim] zeros, one tensor for all layers of a source."""
+        sizes = dict(layers)
+        made = {
+            source: torch.zeros((self.num_slots, self.max_len, *size), dtype=self.dtype, device=self.device)
+            for source, size in sizes.items()
+        }
+        return [made[source] for source, _ in layers]
 
     def _tap(self, layer: int) -> Callable[..., None]:
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:  # a reference, no copy
@@ -124,7 +134,8 @@ class TorchRows:
             input_ids=ids_R[None],
             position_ids=positions_R[None],
             use_cache=False,
-            logits_to_keep=0 if logit_rows is None else logit_rows,
+            # 0 would mean all rows too, but not to layers that attend to others' keys
+            logits_to_keep=torch.arange(len(ids_R), device=ids_R.device) if logit_rows is None else logit_rows,
             slot_pass=slot_pass,
         )
         taps = [self._tapped.pop(layer) for layer in self.target_layer_ids if with_features]
@@ -139,13 +150,17 @@ class TorchRows:
             for i, entry in enumerate(entries)
         ]
         old, new = torch.tensor(pairs, device=self.device).unbind(dim=1)
-        for buffer in (*self._keys, *self._values):
+        for buffer in self._kept():
             flat = buffer.flatten(0, 1)
             flat.index_copy_(0, new, flat.index_select(0, old))
 
     def kv_bytes(self) -> int:
         """Bytes that the KV slots take."""
-        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))
+        return sum(t.numel() * t.element_size() for t in self._kept())
+
+    def _kept(self) -> list[Tensor]:
+        """Every buffer once."""
+        return [buffers[layer] for buffers in (self._keys, self._values) for layer in self._sources]
 
 
 def _check_taps(layers: tuple[int, ...], count: int) -> None:

@@ -7,9 +7,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
     MambaConfig,
@@ -40,6 +43,24 @@ SHAPE = {
     "pad_token_id": None,
 }
 SLIDING = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+GEMMA4 = {
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 256,
+    "final_logit_softcapping": 5.0,
+    **SLIDING,
+}
 
 FAMILIES = {
     "llama, own heads": LlamaConfig(**SHAPE, num_key_value_heads=4, tie_word_embeddings=False),
@@ -75,6 +96,23 @@ FAMILIES = {
     ),
     "gemma3, two ropes and sliding": Gemma3TextConfig(
         **SHAPE, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, **SLIDING
+    ),
+    "gemma4, wide full layers, keys as values": Gemma4TextConfig(**SHAPE, **GEMMA4, attention_k_eq_v=True),
+    "gemma4, last layers share keys and values": Gemma4TextConfig(
+        **SHAPE, **(GEMMA4 | {"hidden_size_per_layer_input": 8}), num_kv_shared_layers=2
+    ),
+    "glm4, experts, biases, half rotated": Glm4MoeConfig(
+        **SHAPE, **EXPERTS, num_key_value_heads=2, head_dim=8, attention_bias=True, use_qk_norm=True
+    ),
+    "deepseek3, latent attention and experts": DeepseekV3Config(
+        **SHAPE,
+        **EXPERTS,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
     ),
     "gpt-oss, sinks and experts": GptOssConfig(
         **SHAPE, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, **SLIDING
