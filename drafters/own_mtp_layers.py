@@ -36,14 +36,16 @@ def check_own_mtp(path: Path, config: Any) -> None:
         raise TargetError(f"target {path} is quantised, MTP layers included; give a folder with plain weights")
     types = set(getattr(text, "mtp_layer_types", None) or ()) - ATTENTION
     if types:
-        raise TargetError(f"target {path} has MTP layers of type {', '.join(sorted(types))}, which slots cannot roll back")
+        raise TargetError(
+            f"target {path} has MTP layers of type {', '.join(sorted(types))}, which slots cannot roll back"
+        )
     for key in ("logits_mup_width_multiplier", "unpadded_vocab_size"):
         if getattr(text, key, None) is not None:
             raise TargetError(f"target {path} has {key} in its config, which drafters' logits do not know")
     names = (name for file in weight_files(path) for name in safetensors_header(file)[0])
     if not any(is_mtp_tensor(name, text.num_hidden_layers) for name in names):
         raise TargetError(
-            f"target {path} says num_mtp_layers {count} and holds no tensor of such a layer; fetch the whole model again"
+            f"target {path} says num_mtp_layers {count} and holds no tensor of them; fetch the whole model again"
         )
 
 
@@ -63,6 +65,7 @@ def read_layers(path: Path, config: Any) -> Any:
     """
     main, text = _main_model(config), config.get_text_config()
     main.config.name_or_path = str(path)
+    main.config.dtype = main.config.dtype or torch.float32
     first, count = text.num_hidden_layers, text.num_mtp_layers
     known = main._keys_to_ignore_on_load_unexpected or []  # a family's list names the layers of its published sizes
     main._keys_to_ignore_on_load_unexpected = [

@@ -1,13 +1,14 @@
 """The target's own MTP layers as a drafter that can be trained on: N layers, each for the token one further ahead.
 
 Indexing as for every kind: pair p joins the target's features at p with the token at p + 1. Layer i = 0..N-1 has a row
-for every pair: it joins the embedding of the token at p + 1 + i with what layer i - 1 put out for the pair (layer 0: the
-target's last hidden state, normalised as for its LM head), stands at position p + 1 + i, sees the rows up to its own,
-and predicts the token at p + 2 + i, which is step k = i + 1. Source: DeepSeek-V3 (arXiv 2412.19437) and transformers'
-`MtpModel`, whose layers these are.
+for every pair: it joins the embedding of the token at p + 1 + i with what layer i - 1 put out for the pair (layer 0:
+the target's last hidden state, normalised as for its LM head), stands at position p + 1 + i, sees the rows up to its
+own, and predicts the token at p + 2 + i, which is step k = i + 1. Source: DeepSeek-V3 (arXiv 2412.19437) and
+transformers' `MtpModel`, whose layers these are.
 
-A lone layer (N = 1) drafts further by being applied again, as other servers do it: step k > 1 takes the token that step
-k - 1 drafted and that step's output, at the next position. Several layers draft N tokens.
+A lone layer (N = 1) drafts further by being applied again, as vLLM does it: step k > 1 takes the token that step k - 1
+drafted and that step's output (normalised, as it goes from layer to layer where there are several), one position on.
+Several layers draft N tokens.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class OwnMtpModule(DrafterModule):
         return DraftLogits(self.head(torch.stack(outputs, dim=2)), {})
 
     def _again(self, batch: TrainingBatch, step: int, hidden_BAD: Tensor, cache: Any) -> Tensor:
-        """Step 2, 3, .. of a lone layer: each anchor sees the pairs up to its own, and its own steps before this one."""
+        """Step 2, 3, .. of a lone layer: each anchor sees the pairs up to its own, and its own earlier steps."""
         anchors, length = batch.anchors_BA, batch.ids_BT.shape[1]
         rows_B1 = torch.arange(len(anchors), device=anchors.device)[:, None]
         place_T = torch.arange(length, device=anchors.device)

@@ -228,7 +228,8 @@ def _shared_tensors(path: Path) -> tuple[dict[str, Any], tuple[str, str | None, 
         )
     layers = config.get("num_hidden_layers")
     named = ((name, file) for file in weight_files(path) for name in safetensors_header(file)[0])
-    files = {name: file for name, file in named if not is_mtp_tensor(name, layers)}  # those may have copies of their own
+    # MTP layers may have copies of their own
+    files = {name: file for name, file in named if not is_mtp_tensor(name, layers)}
 
     def find(pattern: re.Pattern[str]) -> str | None:
         return next((name for name in sorted(files, key=len) if pattern.fullmatch(name)), None)

@@ -98,7 +98,6 @@ def _key(index: str, rest: str, config: Any) -> str:
     return f"mtp.{above[first]}.{leaf}" if first in above else f"mtp.layers.{index}.{block}"
 
 
-
 def own_mtp(folder: Path) -> OwnMtpModule:
     """The drafter of a target's own layers."""
     return read(Path("own"), load_target(str(folder)))

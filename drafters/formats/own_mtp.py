@@ -14,9 +14,9 @@ LONE_LAYER_DRAFTS = 3  # that a lone layer is trained for: what is usually asked
 
 
 def read(source: Path, target: Target) -> OwnMtpModule:
-    """The target's MTP layers in the dtype of its files, bound to it. `source` is the target's own folder, or the word own.
+    """The target's MTP layers in the dtype of its files, bound to it.
 
-    Raises TargetError, naming what is missing.
+    `source` is the target's own folder, or the word own. Raises TargetError, naming what is missing.
     """
     if str(source) != OWN and source.resolve() != target.path.resolve():
         raise TargetError(f"{source} is not the target's folder {target.path}; give {OWN} to read its own MTP layers")

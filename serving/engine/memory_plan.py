@@ -178,8 +178,8 @@ def _target(path: Path, config: Any, dtype: torch.dtype, form: Form, rope: int) 
 
 
 def _is_linear(name: str, shape: list[int]) -> bool:
-    others = ("embed_tokens.weight", ".gate.weight")  # the latter routes to experts, and is no linear layer
-    return len(shape) == 2 and name.endswith(".weight") and not name.endswith(others)
+    others = ("embed_tokens.weight", ".gate.weight")  # the latter chooses experts; neither it nor they are `nn.Linear`
+    return len(shape) == 2 and name.endswith(".weight") and not name.endswith(others) and ".experts." not in name
 
 
 def _native_bytes(name: str, shape: list[int], dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""A target's own MTP layers are fine-tuned on its rollouts as any drafter is: tau rises, in figures and in the engine."""
+"""A target's own MTP layers are fine-tuned on its rollouts as any drafter is: tau rises, expected and served."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.toy_mtp import features_of, tokens_of, toy_trainer
 from tests.toy_own_mtp import LAST, own_mtp, plain_model, save_own_mtp_target
 
 CONFIG = TrainConfig(rollouts=("r",), output="o")
-VOCAB, NEW, DRAFTS = 24, 24, 3
+VOCAB, NEW = 12, 24
 
 
 def saved(folder: Path, family: str, **changes) -> tuple[Path, str]:
@@ -50,32 +50,31 @@ def test_going_on_from_the_target_s_own_layers(tmp_path: Path):
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("family", ["glm4", "deepseek, three layers"])
+@pytest.mark.parametrize("family", ["glm4", "deepseek, two layers"])
 def test_tau_rises(family, tmp_path: Path):
-    target, path = saved(tmp_path, family, vocab_size=VOCAB, initializer_range=0.15)
+    target, path = saved(tmp_path, family, vocab_size=VOCAB, initializer_range=0.1)
     model = plain_model(target)
-    generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(0, VOCAB, (6,), generator=generator).tolist() for _ in range(40)]
-    sequences = []
-    for prompt in prompts:
-        ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist()
-        sequences.append(TrainingSequence(torch.tensor(ids), len(prompt), features_of(model, ids, LAST)[:-1]))
+    prompts = torch.randint(0, VOCAB, (72, 6), generator=torch.Generator().manual_seed(3))
+    sequences = [
+        TrainingSequence(ids, 6, features_of(model, ids.tolist(), LAST)[:-1])
+        for ids in model.generate(prompts, max_new_tokens=NEW, do_sample=False)
+    ]
     held_out, sequences = sequences[:8], sequences[8:]
-
-    def served_tau(module) -> float:
-        rows = TorchRows(load_model(target, torch.float32), num_slots=4, max_len=64, target_layer_ids=LAST)
-        engine = Engine(rows, as_drafter(module), config=EngineConfig(num_draft_tokens=DRAFTS))
-        engine.generate(prompts[:8], Sampling(max_new_tokens=NEW))
-        return engine.stats.acceptance.tau
-
     module = started_module(path, target)
-    before = expected_acceptance(module, held_out, DRAFTS).tau, served_tau(module)
-    module.train()
-    config = StepConfig(epochs=25, tokens_per_step=tokens_of(sequences) // 4, learning_rate=5e-3, evaluations=1)
+    number = module.config.num_draft_tokens
+
+    def taus() -> tuple[float, float]:
+        """Expected on held-out sequences, and of the engine on their prompts."""
+        rows = TorchRows(load_model(target, torch.float32), num_slots=4, max_len=64, target_layer_ids=LAST)
+        engine = Engine(rows, as_drafter(module), config=EngineConfig(num_draft_tokens=number))
+        engine.generate(prompts[:8].tolist(), Sampling(max_new_tokens=NEW))
+        return expected_acceptance(module, held_out, number).tau, engine.stats.acceptance.tau
+
+    before = taus()
+    config = StepConfig(epochs=12, tokens_per_step=tokens_of(sequences) // 4, learning_rate=2e-2, evaluations=1)
     for _ in toy_trainer(module, sequences, [], config).run():
         pass
-    after = expected_acceptance(module, held_out, DRAFTS).tau, served_tau(module)
-    print(f"{family}: expected and served tau {before} before, {after} after")
-    assert before[0] < 1.4
-    assert after[0] > before[0] + 0.5
-    assert after[1] > before[1] + 0.5
+    after = taus()
+    for was, now in zip(before, after, strict=True):
+        assert was < 1.3
+        assert now > was + 0.5
