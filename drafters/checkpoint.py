@@ -27,10 +27,14 @@ from drafters.drafter import Drafter
 from drafters.drafter_module import DrafterModule
 from drafters.mtp import IndependentHeads, Kind, MtpConfig, RecursiveHead, make_mtp
 from drafters.mtp_drafter import IndependentDrafter, RecursiveDrafter
-from drafters.target import shared_weights, target_fingerprint
+from drafters.own_mtp_drafter import OwnMtpDrafter
+from drafters.own_mtp_module import ARCHITECTURE as OWN_MTP
+from drafters.own_mtp_module import OwnMtpConfig, OwnMtpModule
+from drafters.own_mtp_module import config_from_json as own_mtp_config
+from drafters.target import load_target, shared_weights, target_fingerprint
 
 MTP = "DraftloopMtpModel"
-ARCHITECTURES = (MTP, *dflash_layout.ARCHITECTURES)
+ARCHITECTURES = (MTP, OWN_MTP, *dflash_layout.ARCHITECTURES)
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 
 
@@ -76,17 +80,21 @@ def _contents(module: DrafterModule) -> tuple[dict[str, Any], dict[str, Tensor]]
     """config.json and the tensors of a module."""
     if isinstance(module, DFlashModule):
         return dflash_layout.config_json(module.config), dflash_layout.saved_tensors(module)
+    if isinstance(module, OwnMtpModule):
+        return {"architectures": [OWN_MTP]} | module.config.to_json(), module.state_dict()
     assert isinstance(module.config, MtpConfig)
     return {"architectures": [MTP]} | module.config.to_json(), module.state_dict()
 
 
-def read_config(path: Path) -> MtpConfig | DFlashConfig:
+def read_config(path: Path) -> MtpConfig | OwnMtpConfig | DFlashConfig:
     """The checkpoint's config. Raises CheckpointError, naming a key that is missing, unknown or of a wrong kind."""
     raw = _read_json(path, CONFIG)
     named = raw.pop("architectures", None)
     if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
         raise CheckpointError(f"{path}/{CONFIG} names architecture {named}; give one of {', '.join(ARCHITECTURES)}")
     try:
+        if named[0] == OWN_MTP:
+            return own_mtp_config(raw)
         return _mtp_config(raw) if named[0] == MTP else dflash_layout.config_from_json(raw, named[0])
     except ValueError as error:
         raise CheckpointError(f"{path}/{CONFIG} {error}; train the drafter anew") from None
@@ -161,7 +169,7 @@ def load_module(
             f"drafter {path} was made for another target (fingerprint {expected}, not {actual}); "
             "give its own target or train a drafter for this one"
         )
-    module: DrafterModule = DFlashModule(config) if isinstance(config, DFlashConfig) else make_mtp(config)
+    module = _bare_module(config, target_path)
     try:
         state = load_file(path / WEIGHTS)
         if isinstance(module, DFlashModule):
@@ -178,8 +186,17 @@ def load_module(
     return module.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
+def _bare_module(config: MtpConfig | OwnMtpConfig | DFlashConfig, target_path: Path) -> DrafterModule:
+    """A module of this config whose weights are still to be loaded."""
+    if isinstance(config, OwnMtpConfig):
+        return OwnMtpModule(config, load_target(str(target_path)).config)
+    return DFlashModule(config) if isinstance(config, DFlashConfig) else make_mtp(config)
+
+
 def as_drafter(module: DrafterModule) -> Drafter:
     """The serving side of a module."""
+    if isinstance(module, OwnMtpModule):
+        return OwnMtpDrafter(module)
     if isinstance(module, DFlashModule):
         return DFlashDrafter(module)
     if isinstance(module, RecursiveHead):

@@ -57,6 +57,7 @@ _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
 _FINAL_NORM = re.compile(
     r"((model|transformer|gpt_neox|language_model|decoder)\.)*(norm|ln_f|final_layer_?norm)\.weight"
 )
+_LAYER = re.compile(r"(.*\.)?layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,13 @@ def shared_weights(path: Path, dtype: torch.dtype) -> SharedWeights:
     return SharedWeights(embedding, head, read(norm_name), float(config.get("rms_norm_eps", 1e-6)))
 
 
+def is_mtp_tensor(name: str, num_hidden_layers: int | None) -> bool:
+    """Whether a tensor of the target's files belongs to MTP layers: they follow its own, or have a prefix."""
+    layer = _LAYER.match(name)
+    behind = layer is not None and num_hidden_layers is not None and int(layer.group(2)) >= num_hidden_layers
+    return behind or "mtp" in name.split(".")
+
+
 def _shared_tensors(path: Path) -> tuple[dict[str, Any], tuple[str, str | None, str], dict[str, Path]]:
     """Config, names of embedding, LM head (None: the embedding) and final norm, and the files. Raises TargetError."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -218,7 +226,10 @@ def _shared_tensors(path: Path) -> tuple[dict[str, Any], tuple[str, str | None, 
         raise TargetError(
             f"target {path} is of the {config['model_type']} family, whose norms drafters do not share yet"
         )
-    files = {name: file for file in weight_files(path) for name in safetensors_header(file)[0]}
+    layers = config.get("num_hidden_layers")
+    named = ((name, file) for file in weight_files(path) for name in safetensors_header(file)[0])
+    # MTP layers may have copies of their own
+    files = {name: file for name, file in named if not is_mtp_tensor(name, layers)}
 
     def find(pattern: re.Pattern[str]) -> str | None:
         return next((name for name in sorted(files, key=len) if pattern.fullmatch(name)), None)

@@ -13,6 +13,7 @@ DRAFT_VOCAB_COVERAGE = 0.95
 MTP_DRAFT_TOKENS = 5
 
 DrafterKind = Literal["recursive", "independent", "dflash"]
+OwnKind = Literal["own-mtp"]  # the target's own layers: never fresh, gone on from as `init_from`
 
 
 class TrainError(ValueError):
@@ -76,7 +77,7 @@ class TrainConfig:
     target: str = "smollm2"  # a shipped name, a Hugging Face id, a folder, a .gguf file
     rollouts: tuple[str, ...]  # --output of generate, one or several times
     output: str  # folder of the drafter checkpoint
-    kind: DrafterKind = "recursive"
+    kind: DrafterKind | OwnKind = "recursive"
     num_draft_tokens: int | None = None  # K, drafts that an MTP drafter is trained for; None: 5
     draft_vocab_coverage: float | None = None  # share of unseen response tokens that can be drafted; None: 0.95
     draft_vocab_size: int | None = None  # in place of the coverage: so many tokens can be drafted; 0: all
@@ -118,6 +119,9 @@ class TrainConfig:
             return self.dflash.block_size - 1
         return MTP_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
 
+    def _is_kind(self) -> bool:
+        return self.kind in get_args(DrafterKind) or (self.kind in get_args(OwnKind) and self.init_from is not None)
+
     def _checks(self) -> tuple[tuple[str, Any, bool, str], ...]:
         """(name, value, whether it is good, what to give) of the run's own options."""
         least, weights = self.min_workers, self.rollout_weights
@@ -126,7 +130,7 @@ class TrainConfig:
         )  # fmt: skip
         return (
             ("rollouts", self.rollouts, len(self.rollouts) > 0, "the --output of generate"),
-            ("kind", self.kind, self.kind in get_args(DrafterKind), " or ".join(get_args(DrafterKind))),
+            ("kind", self.kind, self._is_kind(), " or ".join(get_args(DrafterKind))),
             ("num_draft_tokens", number, number is None or number >= 1, "at least 1"),
             ("draft_vocab_size", size, size is None or size >= 0, "0 for all tokens, or more"),
             ("draft_vocab_coverage", coverage, coverage is None or 0 < coverage <= 1, "a share, such as 0.95"),

@@ -13,6 +13,7 @@ from drafters.checkpoint import WEIGHTS, load_module, read_config
 from drafters.dflash import DFlashConfig
 from drafters.drafter_module import DrafterModule
 from drafters.mtp import MtpConfig
+from drafters.own_mtp_module import OwnMtpConfig
 from drafters.remote_checkpoint import local_checkpoint
 from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
 
@@ -39,7 +40,7 @@ def as_started(config: TrainConfig) -> TrainConfig:
     return started
 
 
-def _as_made(config: TrainConfig, made: MtpConfig | DFlashConfig, path: Path) -> TrainConfig:
+def _as_made(config: TrainConfig, made: MtpConfig | OwnMtpConfig | DFlashConfig, path: Path) -> TrainConfig:
     assert config.init_from is not None
     config = replace(
         config,
@@ -54,6 +55,8 @@ def _as_made(config: TrainConfig, made: MtpConfig | DFlashConfig, path: Path) ->
     if isinstance(made, DFlashConfig):
         same = {f.name: getattr(made, f.name) for f in fields(DFlashOptions) if hasattr(made, f.name)}
         return replace(config, kind="dflash", dflash=DFlashOptions(**same))
+    if isinstance(made, OwnMtpConfig):
+        return replace(config, kind="own-mtp", num_draft_tokens=made.num_draft_tokens)
     assert isinstance(made, MtpConfig)
     if made.kind == "recursive":
         return replace(config, num_draft_tokens=made.num_draft_tokens)

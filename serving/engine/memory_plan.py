@@ -18,6 +18,9 @@ from drafters.dflash import DFlashConfig
 from drafters.dflash_drafter import DFlashDrafter
 from drafters.mtp import MtpConfig
 from drafters.mtp_drafter import RecursiveDrafter
+from drafters.own_mtp_drafter import OwnMtpDrafter
+from drafters.own_mtp_module import OwnMtpConfig
+from drafters.target import is_mtp_tensor
 from drafters.target_source import safetensors_header, weight_files
 from serving.engine.engine_config import EngineConfig
 from serving.engine.kv_layout import kv_layout, kv_numbers
@@ -156,6 +159,8 @@ def plan_drafter(
 
 def _target(path: Path, config: Any, dtype: torch.dtype, form: Form, rope: int) -> int:
     shapes = _shapes(*weight_files(path))
+    if getattr(config, "num_mtp_layers", None):  # a target leaves its MTP layers in the files
+        shapes = {n: shape for n, shape in shapes.items() if not is_mtp_tensor(n, config.num_hidden_layers)}
     head = next((name for name in shapes if name.endswith("lm_head.weight")), None)
     embedding = next((shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")), None)
     if config.tie_word_embeddings and head:
@@ -173,7 +178,8 @@ def _target(path: Path, config: Any, dtype: torch.dtype, form: Form, rope: int) 
 
 
 def _is_linear(name: str, shape: list[int]) -> bool:
-    return len(shape) == 2 and name.endswith(".weight") and not name.endswith("embed_tokens.weight")
+    others = ("embed_tokens.weight", ".gate.weight")  # the latter chooses experts; neither it nor they are `nn.Linear`
+    return len(shape) == 2 and name.endswith(".weight") and not name.endswith(others) and ".experts." not in name
 
 
 def _native_bytes(name: str, shape: list[int], dtype: torch.dtype) -> int:
@@ -216,6 +222,8 @@ def _drafter(path: Path, target_path: Path, dtype: torch.dtype, form: Form, max_
         weights += vocab * 8  # and each token's place in it
     if isinstance(config, DFlashConfig):
         return weights, DFlashDrafter.slot_bytes(config, max_len, state)
+    if isinstance(config, OwnMtpConfig):
+        return weights, OwnMtpDrafter.slot_bytes(config, max_len, state)
     if not recursive:
         return weights, 0
     if form == "plain":

@@ -34,6 +34,7 @@ from serving.engine.sampling import Sampling, target_probs
 from serving.engine.torch_rows import TorchRows
 from tests.drafters.test_verify import ALPHA, chi_square_parts
 from tests.toy_mtp import TAPS, toy_mtp
+from tests.toy_own_mtp import random_own_mtp
 from tests.toy_target import (
     AlwaysRight,
     AlwaysWrong,
@@ -67,6 +68,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {  # those that sample go by the re
     "random-any": lambda: RandomProposer(target(), candidates=VOCAB),
     "prompt-lookup": lambda: PromptLookupDrafter(min_ngram=1),
     "mtp-recursive": lambda: as_drafter(toy_mtp(target(), vocab_size=VOCAB, draft_vocab_size=VOCAB)),
+    "own-mtp": lambda: as_drafter(random_own_mtp(target())),
     "mtp-recursive trees": lambda: as_drafter(toy_mtp(target(), vocab_size=VOCAB, draft_vocab_size=VOCAB)),
     "right-in-trees": lambda: RightInATree(target()),
     "sampled-trees": lambda: SampledTrees(target(), candidates=6),
@@ -76,6 +78,7 @@ CASES = [
     ("half-right", "top-p"),
     ("prompt-lookup", "t0.7"),
     ("mtp-recursive", "t1"),
+    ("own-mtp", "t1"),
     ("random-any", "t1"),
     ("random-few", "top-k"),
     ("mtp-recursive trees", "t1"),
