@@ -24,6 +24,7 @@ from cluster.command import (
     amounts,
     console,
     end,
+    layers_named,
     least_most,
     one_line_errors,
 )
@@ -72,6 +73,10 @@ def generate(
         typer.Option(help="Of stored features. int8 (a scale per token and layer) takes half; float32 keeps no more."),
     ] = "bfloat16",
     taps: Annotated[int, typer.Option(help="Layers whose hidden states are stored, the last included.")] = 3,
+    tap_layers: Annotated[
+        str | None,
+        typer.Option(help="Just these instead: numbers from 0 as in 3,9,11, or a drafter, whose layers they are."),
+    ] = None,
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",
     batch: Annotated[int, typer.Option(help="Sequences that an actor decodes at once.")] = 8,
@@ -103,6 +108,7 @@ def generate(
             target=target, prompts=prompts, output=output, limit=limit, chat=chat, max_new_tokens=max_new_tokens,
             chat_options=ChatOptions.read(chat_template, system, thinking), temperature=temperature, top_k=top_k,
             top_p=top_p, seed=seed, with_features=features, features_dtype=features_dtype, num_taps=taps,
+            target_layer_ids=layers_named(tap_layers),
             dtype=dtype, backend=backend, batch=batch, drafter=drafter, num_actors=least_most(num_actors),
             max_bytes=max_bytes, gpus_per_actor=gpus_per_actor or float(gpu), cpus_per_actor=cpus_per_actor,
             threads_per_actor=threads_per_actor, resources=amounts(resource), rows_per_shard=rows_per_shard,

@@ -62,6 +62,19 @@ def amounts(pairs: list[str] | None) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
+def layers_named(text: str | None) -> tuple[int, ...] | None:
+    """`3,9,11` as (3, 9, 11), and a drafter's folder or address as the layers that it reads. Raises CheckpointError."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if all(part.isdigit() for part in parts):
+        return tuple(int(part) for part in parts)
+    from drafters.checkpoint import read_config
+    from drafters.remote_checkpoint import local_checkpoint
+
+    return read_config(local_checkpoint(text)).target_layer_ids
+
+
 def end(report: Any, table: Any, as_json: bool, next_command: str) -> None:
     """What was made, its headline figures, and the next command to type."""
     from cluster import show

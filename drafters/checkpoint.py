@@ -20,17 +20,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters import config_keys as keys
-from drafters import dflash_layout
+from drafters import dflash_layout, gemma_assistant_layout
 from drafters.dflash import DFlashConfig, DFlashModule
 from drafters.dflash_drafter import DFlashDrafter
 from drafters.drafter import Drafter
 from drafters.drafter_module import DrafterModule
+from drafters.gemma_assistant import GemmaAssistant, GemmaAssistantConfig
+from drafters.gemma_assistant_drafter import GemmaAssistantDrafter
 from drafters.mtp import IndependentHeads, Kind, MtpConfig, RecursiveHead, make_mtp
 from drafters.mtp_drafter import IndependentDrafter, RecursiveDrafter
 from drafters.target import shared_weights, target_fingerprint
 
 MTP = "DraftloopMtpModel"
-ARCHITECTURES = (MTP, *dflash_layout.ARCHITECTURES)
+ARCHITECTURES = (MTP, *dflash_layout.ARCHITECTURES, gemma_assistant_layout.ARCHITECTURE)
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 
 
@@ -65,17 +67,21 @@ def _contents(module: DrafterModule) -> tuple[dict[str, Any], dict[str, Tensor]]
     """config.json and the tensors of a module."""
     if isinstance(module, DFlashModule):
         return dflash_layout.config_json(module.config), dflash_layout.saved_tensors(module)
+    if isinstance(module, GemmaAssistant):
+        return gemma_assistant_layout.config_json(module.config), gemma_assistant_layout.saved_tensors(module)
     assert isinstance(module.config, MtpConfig)
     return {"architectures": [MTP]} | module.config.to_json(), module.state_dict()
 
 
-def read_config(path: Path) -> MtpConfig | DFlashConfig:
+def read_config(path: Path) -> MtpConfig | DFlashConfig | GemmaAssistantConfig:
     """The checkpoint's config. Raises CheckpointError, naming a key that is missing, unknown or of a wrong kind."""
     raw = _read_json(path, CONFIG)
     named = raw.pop("architectures", None)
     if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
         raise CheckpointError(f"{path}/{CONFIG} names architecture {named}; give one of {', '.join(ARCHITECTURES)}")
     try:
+        if named[0] == gemma_assistant_layout.ARCHITECTURE:
+            return gemma_assistant_layout.config_from_json(raw)
         return _mtp_config(raw) if named[0] == MTP else dflash_layout.config_from_json(raw, named[0])
     except ValueError as error:
         raise CheckpointError(f"{path}/{CONFIG} {error}; train the drafter anew") from None
@@ -149,11 +155,13 @@ def load_module(
             f"drafter {path} was made for another target (fingerprint {expected}, not {actual}); "
             "give its own target or train a drafter for this one"
         )
-    module: DrafterModule = DFlashModule(config) if isinstance(config, DFlashConfig) else make_mtp(config)
+    module = _made(path, config)
     try:
         state = load_file(path / WEIGHTS)
         if isinstance(module, DFlashModule):
             state = dflash_layout.loadable_tensors(module, state)
+        if isinstance(module, GemmaAssistant):
+            state = gemma_assistant_layout.loadable_tensors(module, state)
         module.load_state_dict(state)
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -163,13 +171,27 @@ def load_module(
     if not bool((module.draft_vocab_ids.diff() > 0).all()):
         raise CheckpointError(f"{path}/{WEIGHTS} has draft_vocab_ids that do not ascend; train the drafter anew")
     module.bind(shared_weights(target_path, dtype))
+    module.bind_layers(target_path)
     return module.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def _made(path: Path, config: MtpConfig | DFlashConfig | GemmaAssistantConfig) -> DrafterModule:
+    if isinstance(config, DFlashConfig):
+        return DFlashModule(config)
+    if isinstance(config, MtpConfig):
+        return make_mtp(config)
+    try:
+        return GemmaAssistant(config)
+    except ValueError as error:
+        raise CheckpointError(f"{path}/{CONFIG} {error}") from None
 
 
 def as_drafter(module: DrafterModule) -> Drafter:
     """The serving side of a module."""
     if isinstance(module, DFlashModule):
         return DFlashDrafter(module)
+    if isinstance(module, GemmaAssistant):
+        return GemmaAssistantDrafter(module)
     if isinstance(module, RecursiveHead):
         return RecursiveDrafter(module)
     assert isinstance(module, IndependentHeads)

@@ -12,7 +12,7 @@ from pipelines.step_config import Precision, StepConfig
 DRAFT_VOCAB_COVERAGE = 0.95
 MTP_DRAFT_TOKENS = 5
 
-DrafterKind = Literal["recursive", "independent", "dflash"]
+DrafterKind = Literal["recursive", "independent", "dflash", "gemma-assistant"]
 
 
 class TrainError(ValueError):
@@ -189,6 +189,8 @@ class TrainConfig:
             if changed and self.kind != kind:
                 value = getattr(options, changed[0])
                 raise TrainError(f"{changed[0]} is {value}; give it to kind {kind} only, not to {self.kind}")
+        if self.kind == "gemma-assistant" and self.init_from is None:
+            raise TrainError("kind is gemma-assistant; give init_from: an assistant is fine-tuned, never made anew")
         if self.kind == "dflash" and self.num_draft_tokens is not None:
             raise TrainError(
                 f"num_draft_tokens is {self.num_draft_tokens}; give block_size instead: one less is drafted"

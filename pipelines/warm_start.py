@@ -12,6 +12,7 @@ from torch import Tensor
 from drafters.checkpoint import WEIGHTS, load_module, read_config
 from drafters.dflash import DFlashConfig
 from drafters.drafter_module import DrafterModule
+from drafters.gemma_assistant import GemmaAssistantConfig
 from drafters.mtp import MtpConfig
 from drafters.remote_checkpoint import local_checkpoint
 from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
@@ -39,7 +40,9 @@ def as_started(config: TrainConfig) -> TrainConfig:
     return started
 
 
-def _as_made(config: TrainConfig, made: MtpConfig | DFlashConfig, path: Path) -> TrainConfig:
+def _as_made(
+    config: TrainConfig, made: MtpConfig | DFlashConfig | GemmaAssistantConfig, path: Path
+) -> TrainConfig:
     assert config.init_from is not None
     config = replace(
         config,
@@ -54,6 +57,8 @@ def _as_made(config: TrainConfig, made: MtpConfig | DFlashConfig, path: Path) ->
     if isinstance(made, DFlashConfig):
         same = {f.name: getattr(made, f.name) for f in fields(DFlashOptions) if hasattr(made, f.name)}
         return replace(config, kind="dflash", dflash=DFlashOptions(**same))
+    if isinstance(made, GemmaAssistantConfig):
+        return replace(config, kind="gemma-assistant", num_draft_tokens=made.num_draft_tokens)
     assert isinstance(made, MtpConfig)
     if made.kind == "recursive":
         return replace(config, num_draft_tokens=made.num_draft_tokens)
@@ -71,7 +76,8 @@ def check_start(config: TrainConfig, target_layer_ids: tuple[int, ...]) -> None:
     if taps != target_layer_ids:
         raise TrainError(
             f"init_from {config.init_from} reads the target's layers {', '.join(map(str, taps))}, the features are of "
-            f"{', '.join(map(str, target_layer_ids))}; generate rollouts with those, or train a fresh drafter"
+            f"{', '.join(map(str, target_layer_ids))}; generate rollouts with --tap-layers "
+            f"{','.join(map(str, taps))}, or train a fresh drafter"
         )
 
 

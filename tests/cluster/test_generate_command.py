@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from cluster.cli import app
 from pipelines.generate import GenerateReport
 from serving.chat_options import ChatOptions
+from tests.toy_mtp import TAPS, save_toy_drafter
 
 
 def run(*arguments: str):
@@ -51,6 +52,17 @@ def test_without_rejects_there_is_no_such_table(monkeypatch: pytest.MonkeyPatch)
     clean = report(rejected=0, rejected_by_kind={})
     monkeypatch.setattr("pipelines.generate.generate", lambda config, on_progress: clean)
     assert "rejects.jsonl" not in run().stdout
+
+
+def test_layers_to_tap_are_numbers_or_a_drafter_s(seen: list, toy_target_dir: Path, tmp_path: Path):
+    drafter = save_toy_drafter(tmp_path / "drafter", toy_target_dir)
+    for named in ("3, 9,11", str(drafter)):
+        assert run("--tap-layers", named).exit_code == 0
+    assert run().exit_code == 0
+    assert [config.target_layer_ids for config in seen] == [(3, 9, 11), TAPS, None]
+    wrong = run("--tap-layers", "3;9")
+    assert wrong.exit_code == 1
+    assert "no drafter at 3;9" in wrong.output
 
 
 def test_chat_options_reach_the_run(seen: list, tmp_path: Path):
