@@ -1,9 +1,10 @@
 """A Gemma 4 assistant: a small model without keys and values of its own, which attends to those of its target.
 
-Pair p joins the target's features at position p with the verified token at p + 1, the anchor. Step k = 1..K predicts the
-token at p + 1 + k from [scaled embedding of the token before it ; hidden]: hidden is the target's normalised last hidden
-state at p, then the projected output of the step before. All steps stand at the anchor's position and see the target's
-keys and values up to p, sliding layers the newest `sliding_window` + 1 of them. Reference: transformers' Gemma 4 assistant.
+Pair p joins the target's features at position p with the verified token at p + 1, the anchor. Step k = 1..K predicts
+the token at p + 1 + k from [scaled embedding of the token before it ; hidden]: hidden is the target's normalised last
+hidden state at p, then the projected output of the step before. All steps stand at the anchor's position and see the
+target's keys and values up to p, sliding layers the newest `sliding_window` + 1 of them. Reference: Gemma4Assistant in
+transformers.
 """
 
 from __future__ import annotations

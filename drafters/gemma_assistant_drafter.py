@@ -1,4 +1,4 @@
-"""A Gemma 4 assistant at work: pairs in, drafts out. It keeps the target's keys and values of verified pairs in slots."""
+"""A Gemma 4 assistant at work: pairs in, drafts out, the target's keys and values of verified pairs in slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GemmaAssistantDrafter:
         self.target_layer_ids = module.config.target_layer_ids
         self.max_draft_tokens = MAX_DRAFT_TOKENS
         self.max_tree_nodes = MAX_TREE_NODES
-        self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # by layer type, keys and values [slots, max_len, G, head_dim]
+        self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # by layer type; [slots, max_len, G, head_dim] each
         self._ledger = PairLedger(0)
 
     def allocate(self, num_slots: int, max_len: int) -> None:

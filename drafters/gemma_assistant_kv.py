@@ -1,7 +1,7 @@
 """Keys and values of the target's layers that a Gemma 4 assistant attends to, made anew from tapped hidden states.
 
-What a layer keeps for a position follows from its input there alone, which is the output of the layer below it, a tap. So
-no keys and values cross the boundary to the drafter: it recomputes them with the target's own frozen weights.
+What a layer keeps for a position follows from its input there alone, which is the output of the layer below it, a tap.
+So no keys and values cross the boundary to the drafter: it recomputes them with the target's own frozen weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from drafters.target_source import quiet_transformers, safetensors_header, weight_files
 
 _SUFFIXES = ("input_layernorm.weight", "self_attn.k_norm.weight", "self_attn.k_proj.weight")
-_OPTIONAL = ("self_attn.v_proj.weight", "self_attn.k_proj.bias", "self_attn.v_proj.bias")  # without v_proj: keys as values
+_OPTIONAL = ("self_attn.v_proj.weight", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,7 @@ def shared_layers(text_config: Any) -> dict[str, SharedLayer]:
     found = {}
     for layer, kind in enumerate(text_config.layer_types[:own]):
         shape = text_config.per_layer_config[layer]
-        found[kind] = SharedLayer(
-            layer=layer, num_key_value_heads=shape.num_key_value_heads, head_dim=shape.head_dim
-        )
+        found[kind] = SharedLayer(layer=layer, num_key_value_heads=shape.num_key_value_heads, head_dim=shape.head_dim)
     return found
 
 

@@ -66,8 +66,11 @@ def saved_tensors(module: GemmaAssistant) -> dict[str, Tensor]:
 
 
 def loadable_tensors(module: GemmaAssistant, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse of `saved_tensors`; keys and values that a published file may hold are used by nobody, and dropped."""
-    unused = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight", "self_attn.v_norm.weight")
+    """The reverse of `saved_tensors`. Raises RuntimeError for clusters that are no partition of the tokens.
+
+    What makes keys and values, which a published file may hold, is used by nobody: it is dropped.
+    """
+    unused = tuple(f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
     state = {name: tensor for name, tensor in saved.items() if not name.endswith(unused) and name != _HEAD}
     order = state.get("masked_embedding.token_ordering")
     if order is not None and not torch.equal(order.long().sort().values, torch.arange(len(order))):

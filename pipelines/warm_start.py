@@ -40,9 +40,7 @@ def as_started(config: TrainConfig) -> TrainConfig:
     return started
 
 
-def _as_made(
-    config: TrainConfig, made: MtpConfig | DFlashConfig | GemmaAssistantConfig, path: Path
-) -> TrainConfig:
+def _as_made(config: TrainConfig, made: MtpConfig | DFlashConfig | GemmaAssistantConfig, path: Path) -> TrainConfig:
     assert config.init_from is not None
     config = replace(
         config,

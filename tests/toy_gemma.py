@@ -23,7 +23,11 @@ WINDOW = 6
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS: dict[str, dict[str, Any]] = {
     "own keys and values": {"layer_types": [SLIDING, SLIDING, FULL] * 2},
-    "last layers share": {"layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
+    "last layers share": {
+        "layer_types": [SLIDING, FULL] * 3,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+    },
     "keys as values": {
         "layer_types": [SLIDING, SLIDING, FULL] * 2,
         "attention_k_eq_v": True,
@@ -75,7 +79,8 @@ def save_assistant(
     folder: Path, kind: str, vocab_size: int = 260, *, ordered: bool = False, seed: int = 1, **changes: Any
 ) -> Path:
     """Three layers of width 16 for a target of that kind. `ordered`: with 20 clusters, of which 4 are looked into."""
-    shape = {name: value for name, value in KINDS[kind].items() if name in ("attention_k_eq_v", "num_global_key_value_heads")}
+    of_keys = ("attention_k_eq_v", "num_global_key_value_heads")
+    shape = {name: value for name, value in KINDS[kind].items() if name in of_keys}
     text = {
         "vocab_size": vocab_size,
         "vocab_size_per_layer_input": 0,

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from drafters.checkpoint import CheckpointError, as_drafter, load_module, read_c
 from drafters.drafter import Drafter, DraftRequest
 from drafters.formats.gemma_assistant import read
 from drafters.gemma_assistant import GemmaAssistant
-from drafters.target import load_model, target_fingerprint
+from drafters.target import target_fingerprint
 from drafters.training_batch import Document, pack_documents
 from pipelines.expected_acceptance import expected_acceptance
 from pipelines.step_config import StepConfig
@@ -55,7 +56,8 @@ class Case:
 
     def engine(self, drafter: Drafter | None, **changes: Any) -> Engine:
         rows = TorchRows(self.model, num_slots=3, max_len=128, target_layer_ids=self.module.config.target_layer_ids)
-        return Engine(rows, drafter, config=EngineConfig(**({"num_draft_tokens": STEPS, "max_prefill_rows": 7} | changes)))
+        options = {"num_draft_tokens": STEPS, "max_prefill_rows": 7} | changes
+        return Engine(rows, drafter, config=EngineConfig(**options))
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, ordered embedding" if case[1] else case[0])
@@ -79,20 +81,31 @@ class Round:
 
     ids: list[int]  # up to the anchor
     drafts: list[int]
-    clean: bool  # no draft was rejected before: its keys and values are those of the text
+    whole: bool  # its sliding layers had as many keys as their window lets them see
 
 
 def generated_rounds(model: Any, assistant: Any, prompt: list[int], new_tokens: int) -> list[Round]:
-    """The rounds of transformers' own assisted generation, greedy."""
+    """The rounds of transformers' own assisted generation, greedy.
+
+    Keys and values of drafts that were just rejected are cut off: its cache drops them before the next pass, but the
+    generator would still see them, at the anchor's position and, past the sliding window, behind it.
+    """
     rounds: list[Round] = []
     original = SinglePositionMultiTokenCandidateGenerator.get_candidates
 
-    def overheard(self, input_ids, **options):
-        out = original(self, input_ids, **options)
+    def overheard(self, input_ids, *, model_outputs, n_last_matches, **options):
+        if rounds:
+            rejected = len(rounds[-1].drafts) - n_last_matches
+            cut = {
+                kind: tuple(part[:, :, : part.shape[2] - rejected] for part in parts)
+                for kind, parts in model_outputs.shared_kv_states.items()
+            }
+            model_outputs = SimpleNamespace(hidden_states=model_outputs.hidden_states, shared_kv_states=cut)
+        out = original(self, input_ids, model_outputs=model_outputs, n_last_matches=n_last_matches, **options)
         drafts = out[0][0, input_ids.shape[1] :].tolist()
         if drafts:
-            clean = not rounds or options["n_last_matches"] == len(rounds[-1].drafts)
-            rounds.append(Round(input_ids[0].tolist(), drafts, clean))
+            whole = not rounds or n_last_matches > 0 or input_ids.shape[1] - 1 <= WINDOW
+            rounds.append(Round(input_ids[0].tolist(), drafts, whole))
         return out
 
     with pytest.MonkeyPatch.context() as patch:
@@ -146,30 +159,30 @@ def test_drafts_are_those_of_transformers_round_by_round(case: Case):
     model, assistant = case.model, Gemma4AssistantForCausalLM.from_pretrained(case.source).eval()
     assert case.module.config.target_layer_ids == TAPS[case.kind]
     assert case.module.config.num_draft_tokens == STEPS, "of generation_config.json"
-    prompts = toy_prompts(5, low=2, high=4) + toy_prompts(3, low=WINDOW, high=3 * WINDOW)
-    told = [generated_rounds(model, assistant, prompt, 24) for prompt in prompts]
+    prompts = toy_prompts(3, low=2, high=4) + toy_prompts(2, low=WINDOW, high=3 * WINDOW)
+    told = [generated_rounds(model, assistant, prompt, 14) for prompt in prompts]
     features = [features_of(model, rounds[-1].ids, case.module.config.target_layer_ids) for rounds in told]
     alone, together = as_drafter(case.module), as_drafter(case.module)
     alone.allocate(9, 64)
     together.allocate(9, 64)
-    compared = clean = 0
+    compared = whole = 0
     for number in range(max(map(len, told))):
         asked = []
         for i, rounds in enumerate(told):
             if number < len(rounds):
                 start = len(rounds[number - 1].ids) - 1 if number else 0
                 asked.append((rounds[number], Asked((i * 5) % 9, rounds[number].ids, start, features[i])))
-        for batch in (asked[:4], asked[4:]):
+        for batch in (asked[-4:], asked[:-4]):
             drafts = [ask(alone, [one], STEPS)[0][: len(found.drafts)] for found, one in batch]
             joint = ask(together, [one for _, one in batch], STEPS) if batch else []
             assert drafts == [d[: len(found.drafts)] for d, (found, _) in zip(joint, batch, strict=True)]
             for mine, (found, _) in zip(drafts, batch, strict=True):
                 assert mine == first_round(model, assistant, found.ids)[: len(mine)]
-                if found.clean:
+                if found.whole:
                     assert mine == found.drafts
-                compared, clean = compared + 1, clean + found.clean
-    assert compared > 80
-    assert clean >= len(prompts)
+                compared, whole = compared + 1, whole + found.whole
+    assert compared > 50
+    assert whole > 10
     assert len({tuple(r.drafts) for rounds in told for r in rounds}) > 20, "all drafts alike would prove little"
 
 
@@ -203,16 +216,20 @@ def test_served_drafts_are_those_of_training_on_packed_rows(case: Case):
 
 
 def test_drafted_greedy_output_is_plain_decoding(case: Case):
-    prompts = toy_prompts(7, low=2, high=20)
+    prompts = toy_prompts(5, low=2, high=20)
     model = case.model
     expected = [
-        model.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist() for p in prompts
+        model.generate(torch.tensor([p]), max_new_tokens=14, do_sample=False)[0, len(p) :].tolist() for p in prompts
     ]
     engine = case.engine(as_drafter(case.module))
-    completions = engine.generate(prompts, Sampling(max_new_tokens=20))
+    completions = engine.generate(prompts, Sampling(max_new_tokens=14))
     assert [c.token_ids for c in completions] == expected
     assert engine.stats.fallbacks == {}
-    assert engine.stats.acceptance.proposed > 100
+    assert engine.stats.acceptance.proposed > 60
+    chain = engine.stats.acceptance.accepted
+    grown = case.engine(as_drafter(case.module), tree_nodes=9)
+    assert [c.token_ids for c in grown.generate(prompts, Sampling(max_new_tokens=14))] == expected
+    assert grown.stats.acceptance.accepted > chain, "a tree holds more than the likeliest path"
     again = engine.generate([p + t for p, t in zip(prompts, expected, strict=True)], Sampling(max_new_tokens=6))
     assert engine.stats.fallbacks == {}, "prefixes are gone on from"
     assert [len(c.token_ids) for c in again] == [6] * len(prompts)
@@ -220,11 +237,11 @@ def test_drafted_greedy_output_is_plain_decoding(case: Case):
 
 @pytest.mark.statistical
 def test_sampled_output_follows_the_target(tmp_path: Path):
-    vocab, requests = 16, 3000
+    vocab, requests = 16, 2000
     target, _, module = toy_assistant(tmp_path, "last layers share", vocab)
     model, prompt = Gemma4ForCausalLM.from_pretrained(target).eval(), [7, 3, 12]
     rows = TorchRows(
-        Gemma4ForCausalLM.from_pretrained(target), num_slots=1500, max_len=12,
+        Gemma4ForCausalLM.from_pretrained(target), num_slots=1000, max_len=12,
         target_layer_ids=module.config.target_layer_ids,
     )  # fmt: skip
     engine = Engine(rows, as_drafter(module), config=EngineConfig(num_draft_tokens=2, max_prefill_rows=6000))
@@ -320,8 +337,15 @@ def test_what_does_not_fit_is_refused_by_name(plain: Case, tmp_path: Path):
         read_config(folder)
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("packed", "float32"), ("plain", "float32"), ("plain", "bfloat16")])
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    ("form", "dtype", "ordered"),
+    [
+        ("packed", "float32", False),
+        ("packed", "float32", True),
+        ("plain", "bfloat16", True),
+        ("plain", "float32", False),
+    ],
+)
 def test_the_memory_plan_is_what_is_allocated(form, dtype, ordered, tmp_path: Path, monkeypatch):
     if form == "plain":  # as on a machine without a compiler
         monkeypatch.setattr(native_build, "unavailable_reason", lambda *_: "no compiler")
@@ -348,21 +372,21 @@ def test_the_memory_plan_is_what_is_allocated(form, dtype, ordered, tmp_path: Pa
 @pytest.mark.parametrize("ordered", [False, True])
 def test_fine_tuning_on_the_target_s_rollouts_raises_tau(ordered, tmp_path: Path):
     case = Case("last layers share", *toy_assistant(tmp_path, "last layers share", ordered=ordered))
-    prompts = toy_prompts(24, low=2, high=12)
+    prompts = toy_prompts(8, low=2, high=12)
     engine = case.engine(None)
     sequences = []
-    for completion in engine.generate(prompts, Sampling(max_new_tokens=30)):
+    for completion in engine.generate(prompts, Sampling(max_new_tokens=16)):
         ids = completion.prompt_ids + completion.token_ids
         features = features_of(case.model, ids, case.module.config.target_layer_ids)[:-1]
         sequences.append(TrainingSequence(torch.tensor(ids), len(completion.prompt_ids), features))
     module = case.module
     before = expected_acceptance(module, sequences, STEPS)
     module.requires_grad_(True)
-    config = StepConfig(epochs=50, tokens_per_step=tokens_of(sequences), learning_rate=1e-2, evaluations=1)
+    config = StepConfig(epochs=25, tokens_per_step=tokens_of(sequences), learning_rate=1e-2, evaluations=1)
     for _ in toy_trainer(module, sequences, [], config).run():
         pass
     after = expected_acceptance(module.eval(), sequences, STEPS)
-    assert after.tau > before.tau + 0.8, (before.tau, after.tau)
+    assert after.tau > before.tau + 0.5, (before.tau, after.tau)
     served = case.engine(as_drafter(module))
-    served.generate(prompts, Sampling(max_new_tokens=30))
-    assert served.stats.acceptance.tau > before.tau + 0.8
+    served.generate(prompts, Sampling(max_new_tokens=16))
+    assert served.stats.acceptance.tau > before.tau + 0.5
