@@ -62,7 +62,7 @@ def test_layers_to_tap_are_numbers_or_a_drafter_s(seen: list, toy_target_dir: Pa
     assert [config.target_layer_ids for config in seen] == [(3, 9, 11), TAPS, None]
     wrong = run("--tap-layers", "3;9")
     assert wrong.exit_code == 1
-    assert "no drafter at 3;9" in wrong.output
+    assert "no drafter at" in wrong.output
 
 
 def test_chat_options_reach_the_run(seen: list, tmp_path: Path):

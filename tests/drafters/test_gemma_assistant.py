@@ -159,8 +159,8 @@ def test_drafts_are_those_of_transformers_round_by_round(case: Case):
     model, assistant = case.model, Gemma4AssistantForCausalLM.from_pretrained(case.source).eval()
     assert case.module.config.target_layer_ids == TAPS[case.kind]
     assert case.module.config.num_draft_tokens == STEPS, "of generation_config.json"
-    prompts = toy_prompts(3, low=2, high=4) + toy_prompts(2, low=WINDOW, high=3 * WINDOW)
-    told = [generated_rounds(model, assistant, prompt, 14) for prompt in prompts]
+    prompts = toy_prompts(3, low=2, high=4) + toy_prompts(1, low=2 * WINDOW, high=3 * WINDOW)
+    told = [generated_rounds(model, assistant, prompt, 11) for prompt in prompts]
     features = [features_of(model, rounds[-1].ids, case.module.config.target_layer_ids) for rounds in told]
     alone, together = as_drafter(case.module), as_drafter(case.module)
     alone.allocate(9, 64)
@@ -172,18 +172,17 @@ def test_drafts_are_those_of_transformers_round_by_round(case: Case):
             if number < len(rounds):
                 start = len(rounds[number - 1].ids) - 1 if number else 0
                 asked.append((rounds[number], Asked((i * 5) % 9, rounds[number].ids, start, features[i])))
-        for batch in (asked[-4:], asked[:-4]):
-            drafts = [ask(alone, [one], STEPS)[0][: len(found.drafts)] for found, one in batch]
-            joint = ask(together, [one for _, one in batch], STEPS) if batch else []
-            assert drafts == [d[: len(found.drafts)] for d, (found, _) in zip(joint, batch, strict=True)]
-            for mine, (found, _) in zip(drafts, batch, strict=True):
-                assert mine == first_round(model, assistant, found.ids)[: len(mine)]
-                if found.whole:
-                    assert mine == found.drafts
-                compared, whole = compared + 1, whole + found.whole
-    assert compared > 50
+        drafts = [ask(alone, [one], STEPS)[0][: len(found.drafts)] for found, one in asked]
+        joint = ask(together, [one for _, one in asked], STEPS)
+        assert drafts == [d[: len(found.drafts)] for d, (found, _) in zip(joint, asked, strict=True)]
+        for mine, (found, _) in zip(drafts, asked, strict=True):
+            assert mine == first_round(model, assistant, found.ids)[: len(mine)]
+            if found.whole:
+                assert mine == found.drafts
+            compared, whole = compared + 1, whole + found.whole
+    assert compared > 30
     assert whole > 10
-    assert len({tuple(r.drafts) for rounds in told for r in rounds}) > 20, "all drafts alike would prove little"
+    assert len({tuple(r.drafts) for rounds in told for r in rounds}) > 15, "all drafts alike would prove little"
 
 
 def test_served_drafts_are_those_of_training_on_packed_rows(case: Case):
@@ -216,23 +215,22 @@ def test_served_drafts_are_those_of_training_on_packed_rows(case: Case):
 
 
 def test_drafted_greedy_output_is_plain_decoding(case: Case):
-    prompts = toy_prompts(5, low=2, high=20)
+    prompts = toy_prompts(4, low=2, high=20)
     model = case.model
     expected = [
-        model.generate(torch.tensor([p]), max_new_tokens=14, do_sample=False)[0, len(p) :].tolist() for p in prompts
+        model.generate(torch.tensor([p]), max_new_tokens=10, do_sample=False)[0, len(p) :].tolist() for p in prompts
     ]
     engine = case.engine(as_drafter(case.module))
-    completions = engine.generate(prompts, Sampling(max_new_tokens=14))
+    completions = engine.generate(prompts, Sampling(max_new_tokens=10))
     assert [c.token_ids for c in completions] == expected
     assert engine.stats.fallbacks == {}
     assert engine.stats.acceptance.proposed > 60
-    chain = engine.stats.acceptance.accepted
     grown = case.engine(as_drafter(case.module), tree_nodes=9)
-    assert [c.token_ids for c in grown.generate(prompts, Sampling(max_new_tokens=14))] == expected
-    assert grown.stats.acceptance.accepted > chain, "a tree holds more than the likeliest path"
-    again = engine.generate([p + t for p, t in zip(prompts, expected, strict=True)], Sampling(max_new_tokens=6))
+    assert [c.token_ids for c in grown.generate(prompts, Sampling(max_new_tokens=10))] == expected
+    assert grown.stats.acceptance.proposed > 2 * engine.stats.acceptance.proposed
+    again = engine.generate([p + t for p, t in zip(prompts, expected, strict=True)], Sampling(max_new_tokens=3))
     assert engine.stats.fallbacks == {}, "prefixes are gone on from"
-    assert [len(c.token_ids) for c in again] == [6] * len(prompts)
+    assert [len(c.token_ids) for c in again] == [3] * len(prompts)
 
 
 @pytest.mark.statistical
@@ -390,3 +388,6 @@ def test_fine_tuning_on_the_target_s_rollouts_raises_tau(ordered, tmp_path: Path
     served = case.engine(as_drafter(module))
     served.generate(prompts, Sampling(max_new_tokens=16))
     assert served.stats.acceptance.tau > before.tau + 0.5
+    grown = case.engine(as_drafter(module), tree_nodes=9)
+    grown.generate(prompts, Sampling(max_new_tokens=16))
+    assert grown.stats.acceptance.tau > served.stats.acceptance.tau, "a tree holds more than the likeliest path"
