@@ -77,7 +77,10 @@ def generate(
     taps: Annotated[int, typer.Option(help="Layers whose hidden states are stored, the last included.")] = 3,
     layers: Annotated[
         str | None,
-        typer.Option(help="These layers instead, from 0: 1,14,27. A DFlash for other servers leaves out the last."),
+        typer.Option(
+            help="These layers instead, from 0: 1,14,27, or a drafter: those that it reads. A DFlash for other "
+            "servers leaves out the last."
+        ),
     ] = None,
     dtype: DtypeOption = "float32",
     backend: BackendOption = "auto",

@@ -44,13 +44,16 @@ def least_most(text: str) -> tuple[int, int]:
 
 
 def layer_ids(text: str | None) -> tuple[int, ...] | None:
-    """`1,14,27` as layers of the target."""
+    """`3,9,11` as (3, 9, 11), and a drafter's folder or address as the layers that it reads. Raises CheckpointError."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"{text!r} is not a list of layers, such as 1,14,27")
-    return tuple(int(part) for part in parts)
+    if all(part.isdecimal() for part in parts):
+        return tuple(int(part) for part in parts)
+    from drafters.checkpoint import read_config
+    from drafters.remote_checkpoint import local_checkpoint
+
+    return read_config(local_checkpoint(text)).target_layer_ids
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -20,7 +20,13 @@ from pipelines.generate import GenerateProgress, GenerateReport
 from pipelines.redistill_config import RedistillReport
 from pipelines.train import TrainReport
 
-KINDS = {"recursive": "recursive MTP", "independent": "independent MTP", "own-mtp": "own MTP", "dflash": "DFlash"}
+KINDS = {
+    "recursive": "recursive MTP",
+    "independent": "independent MTP",
+    "own-mtp": "own MTP",
+    "dflash": "DFlash",
+    "gemma-assistant": "Gemma 4 assistant",
+}
 PLAIN_EVERY = 0.1  # without a terminal: a line each time this share of the work is done
 
 

@@ -20,11 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters import config_keys as keys
-from drafters import dflash_layout
+from drafters import dflash_layout, gemma_assistant_layout
 from drafters.dflash import DFlashConfig, DFlashModule
 from drafters.dflash_drafter import DFlashDrafter
 from drafters.drafter import Drafter
 from drafters.drafter_module import DrafterModule
+from drafters.gemma_assistant import GemmaAssistant, GemmaAssistantConfig
+from drafters.gemma_assistant_drafter import GemmaAssistantDrafter
 from drafters.mtp import IndependentHeads, Kind, MtpConfig, RecursiveHead, make_mtp
 from drafters.mtp_drafter import IndependentDrafter, RecursiveDrafter
 from drafters.own_mtp_drafter import OwnMtpDrafter
@@ -34,7 +36,9 @@ from drafters.own_mtp_module import config_from_json as own_mtp_config
 from drafters.target import load_target, shared_weights, target_fingerprint
 
 MTP = "DraftloopMtpModel"
-ARCHITECTURES = (MTP, OWN_MTP, *dflash_layout.ARCHITECTURES)
+ARCHITECTURES = (MTP, OWN_MTP, *dflash_layout.ARCHITECTURES, gemma_assistant_layout.ARCHITECTURE)
+
+AnyConfig = MtpConfig | OwnMtpConfig | DFlashConfig | GemmaAssistantConfig
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 
 
@@ -82,11 +86,13 @@ def _contents(module: DrafterModule) -> tuple[dict[str, Any], dict[str, Tensor]]
         return dflash_layout.config_json(module.config), dflash_layout.saved_tensors(module)
     if isinstance(module, OwnMtpModule):
         return {"architectures": [OWN_MTP]} | module.config.to_json(), module.state_dict()
+    if isinstance(module, GemmaAssistant):
+        return gemma_assistant_layout.config_json(module.config), gemma_assistant_layout.saved_tensors(module)
     assert isinstance(module.config, MtpConfig)
     return {"architectures": [MTP]} | module.config.to_json(), module.state_dict()
 
 
-def read_config(path: Path) -> MtpConfig | OwnMtpConfig | DFlashConfig:
+def read_config(path: Path) -> AnyConfig:
     """The checkpoint's config. Raises CheckpointError, naming a key that is missing, unknown or of a wrong kind."""
     raw = _read_json(path, CONFIG)
     named = raw.pop("architectures", None)
@@ -95,6 +101,8 @@ def read_config(path: Path) -> MtpConfig | OwnMtpConfig | DFlashConfig:
     try:
         if named[0] == OWN_MTP:
             return own_mtp_config(raw)
+        if named[0] == gemma_assistant_layout.ARCHITECTURE:
+            return gemma_assistant_layout.config_from_json(raw)
         return _mtp_config(raw) if named[0] == MTP else dflash_layout.config_from_json(raw, named[0])
     except ValueError as error:
         raise CheckpointError(f"{path}/{CONFIG} {error}; train the drafter anew") from None
@@ -169,11 +177,13 @@ def load_module(
             f"drafter {path} was made for another target (fingerprint {expected}, not {actual}); "
             "give its own target or train a drafter for this one"
         )
-    module = _bare_module(config, target_path)
+    module = _bare_module(path, config, target_path)
     try:
         state = load_file(path / WEIGHTS)
         if isinstance(module, DFlashModule):
             state = dflash_layout.loadable_tensors(module, state)
+        if isinstance(module, GemmaAssistant):
+            state = gemma_assistant_layout.loadable_tensors(module, state)
         module.load_state_dict(state)
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -183,14 +193,22 @@ def load_module(
     if not bool((module.draft_vocab_ids.diff() > 0).all()):
         raise CheckpointError(f"{path}/{WEIGHTS} has draft_vocab_ids that do not ascend; train the drafter anew")
     module.bind(shared_weights(target_path, dtype))
+    module.bind_layers(target_path)
     return module.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
-def _bare_module(config: MtpConfig | OwnMtpConfig | DFlashConfig, target_path: Path) -> DrafterModule:
+def _bare_module(path: Path, config: AnyConfig, target_path: Path) -> DrafterModule:
     """A module of this config whose weights are still to be loaded."""
+    if isinstance(config, DFlashConfig):
+        return DFlashModule(config)
+    if isinstance(config, MtpConfig):
+        return make_mtp(config)
     if isinstance(config, OwnMtpConfig):
         return OwnMtpModule(config, load_target(str(target_path)).config)
-    return DFlashModule(config) if isinstance(config, DFlashConfig) else make_mtp(config)
+    try:
+        return GemmaAssistant(config)
+    except ValueError as error:
+        raise CheckpointError(f"{path}/{CONFIG} {error}") from None
 
 
 def as_drafter(module: DrafterModule) -> Drafter:
@@ -199,6 +217,8 @@ def as_drafter(module: DrafterModule) -> Drafter:
         return OwnMtpDrafter(module)
     if isinstance(module, DFlashModule):
         return DFlashDrafter(module)
+    if isinstance(module, GemmaAssistant):
+        return GemmaAssistantDrafter(module)
     if isinstance(module, RecursiveHead):
         return RecursiveDrafter(module)
     assert isinstance(module, IndependentHeads)

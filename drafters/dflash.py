@@ -187,7 +187,7 @@ class DFlashModule(DrafterModule):
         """[..., S, D] input of the blocks of anchor tokens [...] whose newest context feature is [..., D]."""
         tokens = anchors.new_full((*anchors.shape, self.config.block_size), self.config.mask_token_id)
         tokens[..., 0] = anchors
-        x = F.embedding(tokens, self.embedding_VD)
+        x = self.embed(tokens)
         if self.slot_context_proj is None:
             return x
         anchor = F.rms_norm(x[..., 0, :], (self.config.hidden_size,), None, self.config.rms_eps)  # like the context

@@ -6,6 +6,7 @@ an anchor at pair p predicts the token at p + 1 + k, for every kind of drafter (
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,6 +46,7 @@ class DrafterModule(nn.Module):
     config: DrafterConfig
     draft_vocab_ids: Tensor  # int64 [draft_vocab_size], ascending token ids
     embedding_VD: Tensor
+    embedding_scale: Tensor  # [1], by which the target multiplies its embeddings
     lm_head_WD: Tensor  # rows of the target's LM head for the draft vocabulary
     slot_weights_K: Tensor | None = None  # of auxiliary losses by draft position, as training sets them
 
@@ -52,8 +54,10 @@ class DrafterModule(nn.Module):
         super().__init__()
         self.config = config
         self._packed_head: PackedLinear | None = None
+        self._scales_embedding = False
         self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
         self.register_buffer("embedding_VD", torch.empty(0), persistent=False)
+        self.register_buffer("embedding_scale", torch.ones(1), persistent=False)
         self.register_buffer("lm_head_WD", torch.empty(0), persistent=False)
         self.register_buffer("index_of_token_V", torch.empty(0, dtype=torch.int64), persistent=False)
 
@@ -66,11 +70,25 @@ class DrafterModule(nn.Module):
                 f"({vocab_size}, {width}); load it with its own target"
             )
         self.embedding_VD = shared.embedding_VD
+        self.embedding_scale = torch.full((1,), shared.embedding_scale, dtype=shared.embedding_VD.dtype)
+        self._scales_embedding = shared.embedding_scale != 1
         whole = len(self.draft_vocab_ids) == vocab_size
         self.lm_head_WD = shared.lm_head_VD if whole else shared.lm_head_VD[self.draft_vocab_ids.cpu()].contiguous()
         index = torch.full((vocab_size,), IGNORED, dtype=torch.int64)
         index[self.draft_vocab_ids.cpu()] = torch.arange(len(self.draft_vocab_ids))
         self.index_of_token_V = index
+
+    def bind_layers(self, target_path: Path) -> None:
+        """Borrow what a kind needs of the target's layers, from the target's files. Call after `bind`."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings [..., D] of token ids, as its first layer gets them."""
+        embedded = F.embedding(tokens, self.embedding_VD)
+        return embedded * self.embedding_scale if self._scales_embedding else embedded
+
+    def scaled_embedding(self) -> Tensor:
+        """[V, D] what `embed` gives for every token; a copy only if the target scales its embeddings."""
+        return self.embedding_VD * self.embedding_scale if self._scales_embedding else self.embedding_VD
 
     def start_from_target(self) -> None:
         """Give fresh weights the values that follow from the target, where a kind has such. Call after `bind`."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drafters.drafter_module import DrafterModule
 from drafters.losses import DraftLoss, FinalNorm, LossConfig, draft_loss, supervise
-from drafters.target import SharedWeights
+from drafters.target import SharedWeights, gemma_family
 from drafters.training_batch import IGNORED, TrainingBatch
 
 
@@ -55,7 +55,7 @@ def joint_loss(
     batch = replace(batch, features_BTF=features_BTF)
     output = module(batch)
     # kl is towards the trunk as it is: a drafter's target is no part of what is trained
-    norm = FinalNorm(shared.final_norm_D, shared.rms_eps) if config.kind == "kl" else None
+    norm = FinalNorm(shared.final_norm_D, shared.rms_eps, shared.logit_softcap) if config.kind == "kl" else None
     mtp = draft_loss(config, output.logits_BAKW.flatten(0, 1), supervise(module, batch, norm))
     return JointLoss(ntp + beta * (mtp.loss + sum(output.auxiliary.values())), ntp, mtp)
 
@@ -105,12 +105,16 @@ def tapped_forward(model: Any, ids_BT: Tensor, layer_ids: Sequence[int]) -> tupl
 
 
 def trunk_weights(model: Any) -> SharedWeights:
-    """What a module borrows from a trunk in memory: the same storage, without gradients."""
+    """What a module borrows from a trunk in memory: without gradients, and in the same storage where it is the same."""
     norm = model.get_decoder().norm
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
+    config = model.config.get_text_config()
+    family, embedding = gemma_family(config.model_type), model.get_input_embeddings().weight.detach()
     return SharedWeights(
-        model.get_input_embeddings().weight.detach(),
+        embedding,
         model.get_output_embeddings().weight.detach(),
-        norm.weight.detach(),
+        norm.weight.detach() + 1 if family.norms_add_one else norm.weight.detach(),
         float(eps),
+        embedding.shape[1] ** 0.5 if family.scales_embeddings else 1.0,
+        getattr(config, "final_logit_softcapping", None),
     )

@@ -129,13 +129,16 @@ class FinalNorm:
 
     weight_D: Tensor
     eps: float
+    logit_softcap: float | None = None  # of the LM head behind it
 
 
 def target_logits(features_ND: Tensor, norm: FinalNorm, lm_head_WD: Tensor) -> Tensor:
     """[..., W] what the target says after positions whose last decoder layer put out `features_ND` [..., D]."""
     with torch.no_grad():
         normed = F.rms_norm(features_ND, (features_ND.shape[-1],), norm.weight_D, norm.eps)
-        return F.linear(normed, lm_head_WD)
+        logits = F.linear(normed, lm_head_WD)
+        cap = norm.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 # -- weights of the positions k = 1..K --------------------------------------------------------------------------------

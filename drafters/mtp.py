@@ -125,7 +125,7 @@ class IndependentHeads(DrafterModule):
         width = self.config.hidden_size
         hidden_ND = F.rms_norm(features_NF[:, -width:], (width,), self.final_norm_D, self.config.rms_eps)
         if self.anchor_norm is not None and self.anchor_proj is not None:
-            hidden_ND = hidden_ND + self.anchor_proj(self.anchor_norm(F.embedding(anchors_N, self.embedding_VD)))
+            hidden_ND = hidden_ND + self.anchor_proj(self.anchor_norm(self.embed(anchors_N)))
         if self.trunk is not None:
             hidden_ND = self.trunk(hidden_ND)
         hidden_NKD = torch.stack([head(hidden_ND) for head in self.heads], dim=1)
@@ -190,7 +190,7 @@ class RecursiveHead(DrafterModule):
 
     def enter(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The layer's input [..., D] from token ids and hidden states."""
-        embedded = self.embedding_norm(F.embedding(tokens, self.embedding_VD))
+        embedded = self.embedding_norm(self.embed(tokens))
         return self.input_proj(torch.cat([embedded, self.hidden_norm(hidden)], dim=-1))
 
     def keys_values(self, normed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -187,8 +187,10 @@ class SharedWeights:
 
     embedding_VD: Tensor
     lm_head_VD: Tensor  # the same tensor as the embedding where the target ties them
-    final_norm_D: Tensor  # weight of the RMSNorm before the LM head
+    final_norm_D: Tensor  # what the RMSNorm before the LM head multiplies by
     rms_eps: float
+    embedding_scale: float = 1.0  # the target multiplies its embeddings by it
+    logit_softcap: float | None = None  # its logits are softcap * tanh(logits / softcap)
 
 
 def check_shareable(path: Path) -> None:
@@ -207,7 +209,32 @@ def shared_weights(path: Path, dtype: torch.dtype) -> SharedWeights:
     config, (embedding_name, head_name, norm_name), files = _shared_tensors(path)
     embedding = read(embedding_name)
     head = embedding if head_name is None else read(head_name)
-    return SharedWeights(embedding, head, read(norm_name), float(config.get("rms_norm_eps", 1e-6)))
+    family = gemma_family(config["model_type"])
+    return SharedWeights(
+        embedding,
+        head,
+        read(norm_name) + 1 if family.norms_add_one else read(norm_name),
+        float(config.get("rms_norm_eps", 1e-6)),
+        embedding.shape[1] ** 0.5 if family.scales_embeddings else 1.0,
+        config.get("final_logit_softcapping"),
+    )
+
+
+@dataclass(frozen=True)
+class GemmaFamily:
+    """How a target computes with weights that drafters borrow, where Gemma differs from all others."""
+
+    scales_embeddings: bool = False  # by the root of the width
+    norms_add_one: bool = False  # an RMSNorm multiplies by 1 + its weight
+
+
+_GEMMA_FAMILIES = dict.fromkeys(("gemma", "gemma2", "gemma3_text"), GemmaFamily(True, True))
+_GEMMA_FAMILIES |= dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GemmaFamily(scales_embeddings=True))
+
+
+def gemma_family(model_type: str) -> GemmaFamily:
+    """Of a text config's model type. Raises KeyError for a Gemma that is not known."""
+    return _GEMMA_FAMILIES[model_type] if model_type.startswith("gemma") else GemmaFamily()
 
 
 def is_mtp_tensor(name: str, num_hidden_layers: int | None) -> bool:
@@ -221,8 +248,8 @@ def _shared_tensors(path: Path) -> tuple[dict[str, Any], tuple[str, str | None, 
     """Config, names of embedding, LM head (None: the embedding) and final norm, and the files. Raises TargetError."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     config = config | config.get("text_config", {})
-    if str(config["model_type"]).startswith("gemma"):
-        # its norm multiplies by 1 + weight and its embeddings are scaled: borrowed as they are, they would be wrong
+    if str(config["model_type"]).startswith("gemma") and config["model_type"] not in _GEMMA_FAMILIES:
+        # norms and embeddings of this family differ between versions: borrowed as they are, they may be wrong
         raise TargetError(
             f"target {path} is of the {config['model_type']} family, whose norms drafters do not share yet"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from drafters.checkpoint import read_config
+from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import Target, mtp_target_layer_ids, target_fingerprint
 from pipelines.rollout_store import RolloutSet
 from pipelines.train_config import OnlineOptions, TrainConfig, TrainError
@@ -14,11 +16,14 @@ if TYPE_CHECKING:
 
 
 def tapped_layers(config: TrainConfig, target: Target, rollouts: RolloutSet) -> tuple[int, ...]:
-    """The layers that condition the drafter: those of the rollouts' features or, of tokens alone, the wanted ones."""
+    """The layers that condition the drafter: those of the rollouts' features or, of tokens alone, the wanted
+    ones, those that a drafter to go on from reads."""
     if config.online is None and config.joint is None:
         return rollouts.metadata.target_layer_ids
     options = config.online or config.joint or OnlineOptions()
     layers = config.online.target_layer_ids if config.online else None
+    if layers is None and config.init_from is not None:
+        return read_config(local_checkpoint(config.init_from)).target_layer_ids
     if layers is None:
         return mtp_target_layer_ids(target.num_layers, options.num_taps)
     layers = tuple(sorted(set(layers)))

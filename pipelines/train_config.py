@@ -13,7 +13,7 @@ DRAFT_VOCAB_COVERAGE = 0.95
 MTP_DRAFT_TOKENS = 5
 
 DrafterKind = Literal["recursive", "independent", "dflash"]
-OwnKind = Literal["own-mtp"]  # the target's own layers: never fresh, gone on from as `init_from`
+OwnKind = Literal["own-mtp", "gemma-assistant"]  # what a target came with: never fresh, gone on from as `init_from`
 
 
 class TrainError(ValueError):

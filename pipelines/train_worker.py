@@ -161,7 +161,7 @@ def _union_over_workers(values: set[str]) -> set[str]:
 
 def _final_norm(target_path: Path) -> FinalNorm:
     shared = shared_weights(target_path, torch.float32)
-    return FinalNorm(shared.final_norm_D, shared.rms_eps)
+    return FinalNorm(shared.final_norm_D, shared.rms_eps, shared.logit_softcap)
 
 
 def _restore(trainer: Trainer) -> TrainingStory:

@@ -92,7 +92,7 @@ class Trainer:
         self.device = module.lm_head_WD.device
         self.final_norm = None
         if final_norm is not None and config.loss.kind == "kl":
-            self.final_norm = FinalNorm(final_norm.weight_D.to(self.device), final_norm.eps)
+            self.final_norm = replace(final_norm, weight_D=final_norm.weight_D.to(self.device))
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay

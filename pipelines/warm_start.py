@@ -9,13 +9,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from drafters.checkpoint import WEIGHTS, load_module, read_config
+from drafters.checkpoint import WEIGHTS, AnyConfig, load_module, read_config
 from drafters.dflash import DFlashConfig
 from drafters.drafter_module import DrafterModule
+from drafters.gemma_assistant import GemmaAssistantConfig
 from drafters.mtp import MtpConfig
 from drafters.own_mtp_module import OwnMtpConfig
 from drafters.remote_checkpoint import local_checkpoint
-from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
+from pipelines.train_config import DFlashOptions, IndependentOptions, OwnKind, TrainConfig, TrainError
 
 SHAPE = ("kind", "num_draft_tokens", "draft_vocab_size", "draft_vocab_coverage", "dflash", "independent")
 UNTOLD = TrainConfig(rollouts=("-",), output="-")  # what a shape is where nobody asked for one
@@ -40,7 +41,7 @@ def as_started(config: TrainConfig) -> TrainConfig:
     return started
 
 
-def _as_made(config: TrainConfig, made: MtpConfig | OwnMtpConfig | DFlashConfig, path: Path) -> TrainConfig:
+def _as_made(config: TrainConfig, made: AnyConfig, path: Path) -> TrainConfig:
     assert config.init_from is not None
     config = replace(
         config,
@@ -55,8 +56,9 @@ def _as_made(config: TrainConfig, made: MtpConfig | OwnMtpConfig | DFlashConfig,
     if isinstance(made, DFlashConfig):
         same = {f.name: getattr(made, f.name) for f in fields(DFlashOptions) if hasattr(made, f.name)}
         return replace(config, kind="dflash", dflash=DFlashOptions(**same))
-    if isinstance(made, OwnMtpConfig):
-        return replace(config, kind="own-mtp", num_draft_tokens=made.num_draft_tokens)
+    if isinstance(made, (OwnMtpConfig, GemmaAssistantConfig)):
+        kind: OwnKind = "own-mtp" if isinstance(made, OwnMtpConfig) else "gemma-assistant"
+        return replace(config, kind=kind, num_draft_tokens=made.num_draft_tokens)
     assert isinstance(made, MtpConfig)
     if made.kind == "recursive":
         return replace(config, num_draft_tokens=made.num_draft_tokens)
@@ -74,7 +76,8 @@ def check_start(config: TrainConfig, target_layer_ids: tuple[int, ...]) -> None:
     if taps != target_layer_ids:
         raise TrainError(
             f"init_from {config.init_from} reads the target's layers {', '.join(map(str, taps))}, the features are of "
-            f"{', '.join(map(str, target_layer_ids))}; generate rollouts with those, or train a fresh drafter"
+            f"{', '.join(map(str, target_layer_ids))}; generate rollouts with --layers "
+            f"{','.join(map(str, taps))}, or train a fresh drafter"
         )
 
 

@@ -16,6 +16,8 @@ import torch
 from drafters.checkpoint import WEIGHTS, read_config
 from drafters.dflash import DFlashConfig
 from drafters.dflash_drafter import DFlashDrafter
+from drafters.gemma_assistant import GemmaAssistantConfig
+from drafters.gemma_assistant_drafter import GemmaAssistantDrafter
 from drafters.mtp import MtpConfig
 from drafters.mtp_drafter import RecursiveDrafter
 from drafters.own_mtp_drafter import OwnMtpDrafter
@@ -203,6 +205,11 @@ def _drafter(path: Path, target_path: Path, dtype: torch.dtype, form: Form, max_
     target = _shapes(*weight_files(target_path))
     vocab, width, drafted = config.vocab_size, config.hidden_size, config.draft_vocab_size
     tied = not any(name.endswith("lm_head.weight") for name in target)
+    if isinstance(config, GemmaAssistantConfig):
+        weights = _assistant(config, shapes, dtype, form) + vocab * 16  # ids of tokens, and their places
+        borrowed = dtype if form == "plain" else torch.float32
+        weights += (1 if tied else 2) * vocab * width * borrowed.itemsize
+        return weights, GemmaAssistantDrafter.slot_bytes(config, max_len, borrowed)
     own_head = drafted < vocab or not tied
     recursive = isinstance(config, MtpConfig) and config.kind == "recursive"
     if form == "plain":
@@ -229,6 +236,19 @@ def _drafter(path: Path, target_path: Path, dtype: torch.dtype, form: Form, max_
     if form == "plain":
         return weights, RecursiveDrafter.slot_bytes(config, max_len, state)
     return weights, NativeRecursiveDrafter.slot_bytes(config, max_len)
+
+
+def _assistant(config: GemmaAssistantConfig, shapes: dict[str, list[int]], dtype: torch.dtype, form: Form) -> int:
+    """Bytes of an assistant's own weights, and of those that make the target's keys and values anew."""
+    numbers = sum(at.num_key_value_heads * at.head_dim for at in config.shared_layers.values())
+    made = 2 * numbers * config.hidden_size  # at most: keys may be values
+    order = shapes.pop("masked_embedding.token_ordering", [0])
+    total = order[0] * 8
+    for name, shape in shapes.items():
+        packed = form != "plain" and len(shape) == 2 and not (order[0] and name.endswith("embed_tokens.weight"))
+        size = dtype.itemsize if form == "plain" else 4
+        total += packed_bytes(shape, torch.bfloat16) if packed else math.prod(shape) * size
+    return total + made * (dtype.itemsize if form == "plain" else 4)
 
 
 def _shapes(*files: Path) -> dict[str, list[int]]:

@@ -120,7 +120,7 @@ class NativeRecursiveDrafter:
 
     def _pack(self, module: RecursiveHead) -> RecursiveHeadStruct:
         config, packer = module.config, self._packer
-        self._embedding_VD = module.embedding_VD.detach().to("cpu", torch.float32).contiguous()
+        self._embedding_VD = module.scaled_embedding().detach().to("cpu", torch.float32).contiguous()
         self._token_of_W = module.draft_vocab_ids.detach().to("cpu", torch.int64).contiguous()
         model = ModelStruct(
             layers=self._layer,

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from cluster.cli import app
 from pipelines.generate import GenerateReport
 from serving.chat_options import ChatOptions
+from tests.toy_mtp import TAPS, save_toy_drafter
 
 
 def run(*arguments: str):
@@ -53,11 +54,15 @@ def test_without_rejects_there_is_no_such_table(monkeypatch: pytest.MonkeyPatch)
     assert "rejects.jsonl" not in run().stdout
 
 
-def test_named_layers_reach_the_run(seen: list):
-    for arguments in ((), ("--layers", "1, 14,27")):
-        assert run(*arguments).exit_code == 0
-    assert [config.target_layer_ids for config in seen] == [None, (1, 14, 27)]
-    assert run("--layers", "1;14").exit_code == 2
+def test_layers_to_tap_are_numbers_or_a_drafter_s(seen: list, toy_target_dir: Path, tmp_path: Path):
+    drafter = save_toy_drafter(tmp_path / "drafter", toy_target_dir)
+    for named in ("3, 9,11", str(drafter)):
+        assert run("--layers", named).exit_code == 0
+    assert run().exit_code == 0
+    assert [config.target_layer_ids for config in seen] == [(3, 9, 11), TAPS, None]
+    wrong = run("--layers", "3;9")
+    assert wrong.exit_code == 1
+    assert "no drafter at" in wrong.output
 
 
 def test_chat_options_reach_the_run(seen: list, tmp_path: Path):

@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters import target_source
+from drafters.joint import trunk_weights
+from drafters.losses import FinalNorm, target_logits
+from drafters.mtp import make_mtp
 from drafters.target import (
     TargetError,
     chat_template_hash,
@@ -23,7 +26,9 @@ from drafters.target import (
     target_fingerprint,
     tokenizer_hash,
 )
+from tests.serving.test_families import FAMILIES, make
 from tests.toy_folder import TURN_END_ID, save_toy_target
+from tests.toy_mtp import features_of, toy_mtp_config
 
 
 @pytest.fixture
@@ -209,9 +214,32 @@ def test_what_drafters_cannot_borrow_from_is_refused_from_config_and_headers(own
     for refuse in (check_shareable, lambda path: shared_weights(path, torch.float32)):
         with pytest.raises(TargetError, match="under a known name"):
             refuse(own_target)
-    edit_json(own_target / "config.json", model_type="gemma2")
-    with pytest.raises(TargetError, match="gemma2 family"):
+    edit_json(own_target / "config.json", model_type="gemma3n_text")
+    with pytest.raises(TargetError, match="gemma3n_text family"):
         check_shareable(own_target)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("gemma")])
+def test_gemma_s_weights_are_borrowed_as_it_computes_with_them(family: str, tmp_path: Path):
+    model = make(FAMILIES[family])
+    for name, tensor in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.normal_(tensor, mean=float(tensor.detach().mean()), std=0.3)
+    model.save_pretrained(tmp_path)
+    shared, ids = shared_weights(tmp_path, torch.float32), list(range(20))
+    norm = FinalNorm(shared.final_norm_D, shared.rms_eps, shared.logit_softcap)
+    module = make_mtp(toy_mtp_config())
+    module.bind(shared)
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(torch.tensor(ids))
+        assert torch.equal(module.embed(torch.tensor(ids)), embedded)
+        assert torch.equal(module.scaled_embedding()[ids], embedded)
+        last = features_of(model, ids, [model.config.num_hidden_layers - 1])
+        logits = target_logits(last, norm, shared.lm_head_VD)
+        torch.testing.assert_close(logits, model(torch.tensor([ids])).logits[0], rtol=1e-4, atol=1e-4)
+    for name, value in vars(trunk_weights(model)).items():
+        other = getattr(shared, name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
 
 
 def test_default_taps():

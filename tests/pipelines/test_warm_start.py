@@ -11,9 +11,11 @@ import torch
 from drafters.checkpoint import CheckpointError, save_checkpoint
 from drafters.drafter_module import DrafterModule
 from drafters.target import load_model, target_fingerprint
-from pipelines.train_config import DFlashOptions, IndependentOptions, TrainConfig, TrainError
+from pipelines.online_setup import tapped_layers
+from pipelines.train_config import DFlashOptions, IndependentOptions, OnlineOptions, TrainConfig, TrainError
 from pipelines.warm_start import as_started, check_start, started_module, started_vocabulary
 from tests.toy_dflash import FEW_TOKENS, toy_dflash
+from tests.toy_gemma import target_of, toy_assistant
 from tests.toy_mtp import TAPS, toy_mtp
 
 CONFIG = TrainConfig(rollouts=("r",), output="o")
@@ -91,3 +93,21 @@ def test_other_layers_and_no_drafter_are_refused(toy_target_dir: Path, tmp_path:
         check_start(config, (1,))
     with pytest.raises(CheckpointError):
         as_started(replace(CONFIG, init_from=str(tmp_path / "nowhere")))
+
+
+def test_an_assistant_goes_on_with_the_layers_that_it_reads(tmp_path: Path):
+    target, _, module = toy_assistant(tmp_path, "last layers share")
+    layers = module.config.target_layer_ids
+    save_checkpoint(tmp_path / "d", module, {"target_fingerprint": target_fingerprint(target, layers)})
+    config = as_started(replace(CONFIG, init_from=str(tmp_path / "d"), online=OnlineOptions()))
+    assert (config.kind, config.drafts(), config.draft_vocab_size) == ("gemma-assistant", 3, 260)
+    assert tapped_layers(config, target_of(target), None) == layers
+    check_start(config, layers)
+    with pytest.raises(TrainError, match=r"--layers 1,2,5"):
+        check_start(config, (1, 3, 5))
+    found = started_module(config.init_from, target)
+    assert all(p.requires_grad for p in found.parameters())
+    assert sum(p.numel() for p in found.parameters()) == sum(p.numel() for p in module.parameters())
+    assert started_vocabulary(config).tolist() == list(range(260))
+    with pytest.raises(TrainError, match="never made anew"):
+        replace(CONFIG, kind="gemma-assistant")
