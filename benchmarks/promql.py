@@ -213,10 +213,15 @@ def _mean(samples: list[tuple[float, float]], _end: float, _seconds: float) -> f
     return sum(value for _, value in samples) / len(samples)
 
 
+def _highest(samples: list[tuple[float, float]], _end: float, _seconds: float) -> float | None:
+    return max(value for _, value in samples)
+
+
 _OVER_TIME: dict[str, Callable[[list[tuple[float, float]], float, float], float | None]] = {
     "increase": _increase,
     "rate": _rate,
     "avg_over_time": _mean,
+    "max_over_time": _highest,
 }
 
 

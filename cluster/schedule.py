@@ -179,12 +179,15 @@ class Schedule:
             since=since,
             rested=last.ended_at if last else None,
             tau_runs={state.tau_runs.champion: state.tau_runs.runs} if state.tau_runs else None,
+            bases={base.version: base for base in state.bases},
             absence=self._why_absent(),
         )
         run = self._due(decision, now)  # before the moment counts as dealt with: sources may be away
         state.run = run
         self._count_tau_runs(decision)
-        self._see(decision.cron_seen, decision.skipped, f"due: {run.why}" if run else None)
+        if decision.base is not None:
+            state.keep_base(decision.base)
+        self._see(decision.cron_seen, decision.skipped, decision.news, f"due: {run.why}" if run else None)
         if run is not None:
             return self._follow(run)
         coming = next_moment(triggers, now)

@@ -39,9 +39,12 @@ def schedule(
     time_zone: Annotated[str, typer.Option(help="Of --cron, such as Europe/Berlin.")] = "UTC",
     min_rows: Annotated[int | None, typer.Option(help="So many new rows of traffic start a run.")] = None,
     tau_drop: Annotated[
-        float | None, typer.Option(help="So does live tau below the champion's evaluation by this share, such as 0.1.")
+        float | None, typer.Option(help="So does a champion's live tau by this share below its own at first: 0.1.")
     ] = None,
     min_rounds: Annotated[int, typer.Option(help="Verify rounds that live tau must rest on.")] = 2000,
+    base_minutes: Annotated[
+        float, typer.Option(min=0.1, help="Of service, first and latest, whose live tau is compared.")
+    ] = 30.0,
     settle_minutes: Annotated[
         float, typer.Option(min=0, help="A window ends so long before its run: answers must have reached the log.")
     ] = 5.0,
@@ -88,7 +91,7 @@ def schedule(
 
         triggers = TriggerConfig(
             cron=cron, time_zone=time_zone, min_rows=min_rows, tau_drop=tau_drop, min_rounds=min_rounds,
-            settle_s=60 * settle_minutes, rest_s=60 * rest_minutes,
+            base_s=60 * base_minutes, settle_s=60 * settle_minutes, rest_s=60 * rest_minutes,
         )  # fmt: skip
         if detached:
             if address is not None:
@@ -216,7 +219,7 @@ def _hello(config: Any) -> None:
     triggers = config.triggers
     parts = given(rows=triggers.min_rows, tau=triggers.tau_drop)
     when = [f"{parts['rows']:,} new rows"] if "rows" in parts else []
-    when += [f"live tau {parts['tau']:.0%} below the champion's evaluation"] if "tau" in parts else []
+    when += [f"live tau {parts['tau']:.0%} below the champion's own at first"] if "tau" in parts else []
     if coming := next_moment(triggers, datetime.now(UTC)):
         local = coming.astimezone(ZoneInfo(triggers.time_zone))
         when.insert(0, f"{triggers.cron} ({triggers.time_zone}; next {local:%Y-%m-%d %H:%M %Z})")

@@ -11,10 +11,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cluster.tau_base import TauBase
 from drafters.atomic_files import AtomicFolder
 
 STATE, STOP = "state.json", "stop.json"
 SAID = 50  # lines that are kept
+BASES = 8  # versions whose live tau has a base here: one that is rolled back to has not lost its own
 
 
 class ScheduleStateError(RuntimeError):
@@ -69,7 +71,11 @@ class ScheduleState(_Record):
     run: Run | None = None
     last: Outcome | None = None
     tau_runs: TauRuns | None = None  # of the latest version whose live tau started one
+    bases: list[TauBase] = []  # of live tau, the present champion's last
     said: list[Said] = []
+
+    def keep_base(self, base: TauBase) -> None:
+        self.bases = [*(other for other in self.bases if other.version != base.version), base][-BASES:]
 
     def save(self, folder: AtomicFolder) -> None:
         folder.write(STATE, self.model_dump_json(indent=1).encode())

@@ -124,16 +124,8 @@ def added_table(report: Added) -> RenderableType:
 
 def listing_view(report: Listing) -> RenderableType:
     """The versions, below them the history."""
-    table = _table(f"registry {report.registry}", "version", "role", "made", "parent", "tau", "data", "served by")
-    for version in report.versions:
-        what = ", ".join(filter(None, [version["role"], "rejected" if version["rejected"] else ""]))
-        data, tau = version["data"], (version["evaluation"] or {}).get("tau")
-        span = f"{data['since']} to {data['until']}" if data.keys() >= {"since", "until"} else ""
-        cells = (
-            version["name"], what, _when(version["created_at"]), version["parent"] or "",
-            f"{tau:.2f}" if isinstance(tau, int | float) else "", span, ", ".join(version["served_by"]),
-        )  # fmt: skip
-        table.add_row(*(escape(cell) for cell in cells))
+    columns = ("version", "role", "made", "parent", "tau", "data", "served by")
+    table = _table(f"registry {report.registry}", columns, map(_version_cells, report.versions))
     parts: list[RenderableType] = [table if report.versions else f"registry {escape(report.registry)}: no versions yet"]
     if report.champion is not None and report.champion["version"] is None:
         parts.append(f"champion: {PLAIN_SHOWN}")
@@ -180,6 +172,16 @@ def _origin(version: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _version_cells(version: dict[str, Any]) -> tuple[str, ...]:
+    what = ", ".join(filter(None, [version["role"], "rejected" if version["rejected"] else ""]))
+    data, tau = version["data"], (version["evaluation"] or {}).get("tau")
+    span = f"{data['since']} to {data['until']}" if data.keys() >= {"since", "until"} else ""
+    return (
+        version["name"], what, _when(version["created_at"]), version["parent"] or "",
+        f"{tau:.2f}" if isinstance(tau, int | float) else "", span, ", ".join(version["served_by"]),
+    )  # fmt: skip
+
+
 def _history_line(entry: dict[str, Any]) -> dict[str, Any]:
     """A change or a removal, without the champion that the file of a removal repeats."""
     return {name: value for name, value in entry.items() if name != "champion"}
@@ -188,18 +190,20 @@ def _history_line(entry: dict[str, Any]) -> dict[str, Any]:
 def _history(entries: Iterable[dict[str, Any]], of: int) -> Table:
     entries = list(entries)
     title = f"history, the latest {len(entries)} of {of}" if of > len(entries) else "history"
-    table = _table(title, "", "when", "what", "version", "by", "why")
-    for entry in entries:
-        what = ", ".join(entry["removed"]) if entry["action"] == "prune" else entry["version"] or PLAIN_SHOWN
-        cells = (str(entry["number"]), _when(entry["at"]), entry["action"], what, entry["by"], entry["why"])
-        table.add_row(*(escape(cell) for cell in cells))
-    return table
+    return _table(title, ("", "when", "what", "version", "by", "why"), map(_entry_cells, entries))
 
 
-def _table(title: str, *columns: str) -> Table:
+def _entry_cells(entry: dict[str, Any]) -> tuple[str, ...]:
+    what = ", ".join(entry["removed"]) if entry["action"] == "prune" else entry["version"] or PLAIN_SHOWN
+    return str(entry["number"]), _when(entry["at"]), entry["action"], what, entry["by"], entry["why"]
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     table = Table(title=escape(title), title_justify="left", title_style="bold")
     for name in columns:
         table.add_column(name, overflow="fold", style="cyan" if name == "version" else None)
+    for cells in rows:
+        table.add_row(*map(escape, cells))
     return table
 
 

@@ -59,6 +59,10 @@ def schedule_view(report: ScheduleReport) -> RenderableType:
         table.add_row("because", run.why)
     if last := state.last:
         table.add_row("run before", f"{last.submission_id} {last.result} at {_utc(last.ended_at)}")
+    if state.bases:
+        base = state.bases[-1]
+        short = "" if base.settled else ", which is not enough yet"
+        table.add_row("base of live tau", f"{base.version}: {base.compared(None)}{short}")
     table.add_row("folder", report.folder)
     said = [Text(f"{_utc(line.at)}  {line.text}") for line in state.said[-SHOWN:]]
     return Group(table, *said)

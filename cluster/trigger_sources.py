@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from cluster.tau_base import Champion, Found
 from cluster.triggers import Sources
 
 
@@ -15,20 +16,21 @@ def sources_of(traffic: str, registry: str, work: str) -> Sources:
 
         return int(count_rows(traffic, since=since))
 
-    def live_tau(since: datetime | None) -> dict[str, tuple[float, int]]:
+    def live_tau(since: datetime | None, until: datetime | None) -> Found:
         from pipelines.traffic_window import live_tau as read
 
-        found = read(traffic, since=since)
+        found = read(traffic, since=since, until=until)
         return {version: (seen.tau, seen.rounds) for version, seen in found.items() if seen.tau is not None}
 
-    def champion() -> tuple[str, float | None] | None:
+    def champion() -> Champion | None:
         from drafters.registry import Registry
 
         versions = Registry(registry)
         change = versions.champion()
         if change is None or change.version is None:
             return None
-        return change.version, (versions.version(change.version).evaluation or {}).get("tau")
+        evaluated = (versions.version(change.version).evaluation or {}).get("tau")
+        return Champion(version=change.version, since=change.at, evaluated=evaluated)
 
     def begins() -> datetime:
         from pipelines.window_folder import next_begin

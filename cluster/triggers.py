@@ -6,12 +6,14 @@ No clock and no files: the time and the sources of figures come in, a decision g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cronsim import CronSim, CronSimError
+
+from cluster.tau_base import Champion, LiveTau, TauBase, extend, latest
 
 COUNTED = 10_000  # missed moments that are counted; a week of minutes
 NOT_RUNNING = "no schedule was running"
@@ -29,8 +31,9 @@ class TriggerConfig:
     cron: str | None = None  # five fields as in crontab(5), through changes of the clocks as Debian's cron does it
     time_zone: str = "UTC"  # of the cron expression, an IANA name
     min_rows: int | None = None  # new rows in the traffic log
-    tau_drop: float | None = None  # share of the champion's evaluated tau by which live tau must fall short of it
-    min_rounds: int = 2000  # that live tau must rest on
+    tau_drop: float | None = None  # share of its base (`tau_base.py`) by which the champion's live tau must lie below
+    min_rounds: int = 2000  # that live tau and its base must rest on
+    base_s: float = 1800.0  # of service that both cover, or more where that has fewer rounds
     settle_s: float = 300.0  # a window ends so long before its run starts: rows come into the log when answers are over
     start_within_s: float = 600.0  # a moment of the cron expression that is older was missed
     rest_s: float = 1800.0  # after a run, before rows or tau start another; tau: doubled by each in vain, up to a day
@@ -40,6 +43,7 @@ class TriggerConfig:
             ("min_rows", self.min_rows is not None and self.min_rows < 1, "1 or more"),
             ("tau_drop", self.tau_drop is not None and not 0 < self.tau_drop < 1, "a share such as 0.1 for a tenth"),
             ("min_rounds", self.min_rounds < 1, "1 or more"),
+            ("base_s", self.base_s <= 0, "more than 0"),
             ("settle_s", self.settle_s < 0, "0 or more"),
             ("start_within_s", self.start_within_s <= 0, "more than 0"),
             ("rest_s", self.rest_s < 0, "0 or more"),
@@ -77,8 +81,8 @@ class Sources:
     """
 
     new_rows: Callable[[datetime | None], int]
-    live_tau: Callable[[datetime | None], Mapping[str, tuple[float, int]]]  # version in service -> (tau, rounds)
-    champion: Callable[[], tuple[str, float | None] | None]  # (version, tau of its evaluation if it has one)
+    live_tau: LiveTau
+    champion: Callable[[], Champion | None]
     done_until: Callable[[], datetime | None]  # end of the newest window that is done, whoever ran it
     begins: Callable[[], datetime]  # where the next window begins: one that had too little traffic is in it
 
@@ -93,6 +97,8 @@ class Decision:
     champion: str | None = None  # of trigger "tau": the version whose live tau has fallen
     skipped: str | None = None  # windows that nobody will run, in words; to be said once
     resting: str | None = None  # why live tau is not looked at, in words, where its runs have changed no champion
+    base: TauBase | None = None  # the champion's, as it is now: to be kept; None: nobody looked
+    news: str | None = None  # of that base, in words; to be said once
     cron_seen: datetime  # moments of the cron expression up to here are dealt with
 
 
@@ -110,14 +116,15 @@ def decide(
     since: datetime | None,
     rested: datetime | None = None,
     tau_runs: Mapping[str, int] | None = None,
+    bases: Mapping[str, TauBase] | None = None,
     absence: str = NOT_RUNNING,
 ) -> Decision:
     """What is due at `now`, when no run is going on.
 
     `cron_seen` is the latest decision's (at the very first, `now`), `since` the end of the latest window, `rested` the
     end of the latest run, `tau_runs` how many runs the live tau of a version has started that is champion still,
-    `absence` why nobody looked between `cron_seen` and now. Sources are asked only if the cron expression is not due;
-    their errors pass through.
+    `bases` those that decisions told to keep, by version, `absence` why nobody looked between `cron_seen` and now.
+    Sources are asked only if the cron expression is not due; their errors pass through.
     """
     skipped, due = _cron(config, cron_seen, now, absence)
     until = ((due or now) - timedelta(seconds=config.settle_s)).replace(microsecond=0)
@@ -129,17 +136,19 @@ def decide(
     if due is not None:
         why = f"{config.cron} ({config.time_zone}) at {_said(config, due)}"
         return Decision(trigger="cron", why=why, until=until, cron_seen=now, skipped=skipped)
+    quiet = Decision(cron_seen=now, skipped=skipped)
     if rested is not None and now < rested + timedelta(seconds=config.rest_s):
-        return Decision(cron_seen=now, skipped=skipped)
-    champion = sources.champion() if config.tau_drop is not None else None
-    runs = (tau_runs or {}).get(champion[0], 0) if champion else 0
-    resting = _rests(config, runs, rested, now) if runs and rested else None
-    if champion and not resting and (found := _fallen(config, sources, since, *champion)):
-        version = champion[0]
-        return Decision(trigger="tau", why=found, until=until, champion=version, cron_seen=now, skipped=skipped)
+        return quiet
+    if config.tau_drop is not None and (champion := sources.champion()) is not None:
+        base, news = _based(config, sources.live_tau, champion, (bases or {}).get(champion.version), until)
+        runs = (tau_runs or {}).get(champion.version, 0)
+        resting = _rests(config, runs, rested, now) if runs and rested else None
+        quiet = replace(quiet, resting=resting, base=base, news=news)
+        if not resting and (found := _fallen(config, sources.live_tau, since, now, champion, base)):
+            return replace(quiet, trigger="tau", why=found, until=until, champion=champion.version)
     if found := _enough(config, sources, since):
-        return Decision(trigger="rows", why=found, until=until, cron_seen=now, skipped=skipped, resting=resting)
-    return Decision(cron_seen=now, skipped=skipped, resting=resting)
+        return replace(quiet, trigger="rows", why=found, until=until)
+    return quiet
 
 
 def pass_over(config: TriggerConfig, *, now: datetime, cron_seen: datetime, why: str) -> Decision:
@@ -170,23 +179,35 @@ def _rests(config: TriggerConfig, runs: int, rested: datetime, now: datetime) ->
     return f"live tau started {what} no champion; it starts the next one at {_said(config, wakes)} or later"
 
 
+def _based(
+    config: TriggerConfig, live_tau: LiveTau, champion: Champion, known: TauBase | None, until: datetime
+) -> tuple[TauBase, str | None]:
+    """(the champion's base up to that time, what there is to say of it)."""
+    base = extend(known, champion, live_tau, until, least_s=config.base_s, min_rounds=config.min_rounds)
+    if base.settled and not (known and known.settled):
+        return base, f"live tau of {base.version} is measured against {base.compared(champion.evaluated)}"
+    if base.settled or known:
+        return base, None
+    needs = f"{config.min_rounds:,} rounds and {config.base_s / 60:.0f} minutes in service"
+    return base, f"live tau of {base.version} starts no run before it has a base, which takes {needs}"
+
+
 def _fallen(
-    config: TriggerConfig, sources: Sources, since: datetime | None, version: str, evaluated: float | None
+    config: TriggerConfig, live_tau: LiveTau, since: datetime | None, now: datetime, champion: Champion, base: TauBase
 ) -> str | None:
     """Why the champion's live tau calls for a run; None if it does not."""
-    if config.tau_drop is None or evaluated is None:
+    if config.tau_drop is None or base.tau is None or not base.settled:
         return None
-    # in service a version's name has the checkpoint's hash behind it
-    served = [found for name, found in sources.live_tau(since).items() if name.split("@")[0] == version]
-    rounds = sum(rounds for _, rounds in served)
+    begin = base.until if since is None else max(since, base.until)  # not against itself
+    gained, rounds = latest(base.version, live_tau, begin, now, least_s=config.base_s, min_rounds=config.min_rounds)
     if rounds < config.min_rounds:
         return None
-    tau = sum(tau * rounds for tau, rounds in served) / rounds
-    if tau >= (1 - config.tau_drop) * evaluated:
+    tau = gained / rounds
+    if tau >= (1 - config.tau_drop) * base.tau:
         return None
     return (
-        f"live tau of {version} is {tau:.2f} over {rounds:,} rounds, {1 - tau / evaluated:.0%} below its evaluation's "
-        f"{evaluated:.2f} (tolerance {config.tau_drop:.0%})"
+        f"live tau of {base.version} is {tau:.2f} over its latest {rounds:,} rounds, {1 - tau / base.tau:.0%} below "
+        f"{base.compared(champion.evaluated)} (tolerance {config.tau_drop:.0%})"
     )
 
 

@@ -12,12 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drafters.checkpoint import load_module
 from drafters.drafter import Drafter
 from drafters.drafter_module import DrafterModule
 from drafters.remote import first_line
 from drafters.target import Target
 from pipelines.evaluate import versions
+from pipelines.gate_ancestors import conditions
 from pipelines.gate_config import GateConfig, GateError
 from pipelines.gate_decoding import BatchTimes, PromptResult, SideBySide, Way, parted_answers
 from pipelines.gate_lines import (
@@ -78,7 +81,7 @@ class _Measured:
     times: list[BatchTimes]  # of the held-out prompts
     fallbacks: dict[Way, dict[str, int]]
     parity: ParityResult
-    exact: bool  # rounding is no excuse for answers that differ
+    rounding: torch.dtype | None  # that answers may part by; None: it is the same in any pass
     backend: str
 
 
@@ -110,17 +113,18 @@ def run_gate(
     if isinstance(found, GateLine):
         return _report(paths, [found], figures, config)
     results = [*found.held_out, *found.regression]
-    parted = parted_answers(results, target.path, exact=found.exact, device=config.device)
+    parted = parted_answers(results, target.path, rounding=found.rounding, device=config.device)
     lines = [
         *told,
         held_out_line(found.held_out, config),
         *regression_lines(found.regression, config),
         speed_line(found.times, config),
-        lossless_line(results, parted, found.exact),
+        lossless_line(results, parted, exact=found.rounding is None),
         parity_line(found.parity),
         fallback_line(found.fallbacks),
     ]
     figures |= {"tokens_per_s": _rates(found.times), "backend": found.backend, "versions": versions()}
+    figures["conditions"] = conditions(target, sets[1].prompts, config, found.backend)
     return _report(paths, lines, figures, config)
 
 
@@ -213,7 +217,7 @@ def _measure(
         times=times,
         fallbacks={way: dict(reasons) for way, reasons in both.fallbacks.items()},
         parity=parity,
-        exact=config.dtype == "float32" or engine.backend.name == "native",
+        rounding=None if engine.backend.name == "native" else getattr(torch, config.dtype),
         backend=engine.backend.name,
     )
 

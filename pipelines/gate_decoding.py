@@ -21,7 +21,7 @@ from drafters.drafter_module import DrafterModule
 from drafters.target import load_model
 from pipelines.features import read_features
 from pipelines.gate_prompts import GatePrompt
-from pipelines.near_ties import find_parting, logits_of
+from pipelines.near_ties import WIDER, find_parting, logits_of
 from pipelines.paired_bootstrap import PLAIN_ROUNDS, PromptRounds
 from pipelines.parity import ParityResult, measure_parity, parity_cases
 from pipelines.training_sequence import TrainingSequence
@@ -152,10 +152,11 @@ def _sequences(engine: Engine, module: DrafterModule, results: Sequence[PromptRe
 
 
 def parted_answers(
-    results: Sequence[PromptResult], target_path: Path, *, exact: bool, device: str
+    results: Sequence[PromptResult], target_path: Path, *, rounding: torch.dtype | None, device: str
 ) -> list[PartedAnswer]:
-    """Where drafted answers part from plain ones. `exact`: rounding is no excuse, as in float32 and with the native
-    backend; otherwise it is looked at with the target in float32 and in bfloat16, loaded anew."""
+    """Where drafted answers part from plain ones. `rounding` is the dtype that decoded, where its rounding may differ
+    with the rows of a pass; then it is looked at with the target in this dtype and in a wider one, loaded anew. None:
+    rounding is no excuse."""
     parted = [
         (way, r.prompt.prompt_ids, answer, r.answers["plain"])
         for r in results
@@ -164,10 +165,11 @@ def parted_answers(
     ]
     if not parted:
         return []
-    dtypes = () if exact else (torch.float32, torch.bfloat16)
-    models = [logits_of(load_model(target_path, dtype, device)) for dtype in dtypes]
+    if rounding is None:
+        return [PartedAnswer(way, near_tie=False) for way, *_ in parted]
+    exact, rounded = (logits_of(load_model(target_path, dtype, device)) for dtype in (WIDER[rounding], rounding))
     found = []
     for way, prompt_ids, got, expected in parted:
-        parting = None if exact else find_parting(prompt_ids, got, expected, *models)
+        parting = find_parting(prompt_ids, got, expected, exact, rounded)
         found.append(PartedAnswer(way, parting is not None and parting.near_tie))
     return found

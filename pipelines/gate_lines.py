@@ -137,7 +137,7 @@ def _tau_line(name: str, found: TauGain, threshold: float, passed: bool, says: s
 
 def speed_line(batches: Sequence[BatchTimes], config: GateConfig) -> GateLine:
     """S_measured is not worse than the champion's by more than the tolerance, batch by batch; without a champion it is
-    above 1.
+    above 1. Only the champion's in the same run is one to compare with: S is another on another machine or day.
 
     The figures are medians over batches, which an outlier of a shared machine does not move. The tolerance is the
     configured one or, where that is more, the noise of the median in this run, up to `most_speed_tolerance`.

@@ -35,7 +35,7 @@ class GateReport:
     challenger: str  # where it was
     champion: str | None  # None: plain decoding
     lines: tuple[GateLine, ...]
-    figures: dict[str, Any]  # beside the lines: tokens/s of each way, prompts and rounds, versions
+    figures: dict[str, Any]  # beside the lines: tokens/s of each way, prompts, versions, what `gate_ancestors` compares
     config: dict[str, Any]  # the whole GateConfig
 
     @property

@@ -1,10 +1,11 @@
 """Where two greedy decodings part: was it a near-tie of the target, or another answer?
 
-In: the target's logits for the common prefix, exact (float32) and rounded (bfloat16). The rule: rounding moved a logit
-by at most `error` = max |rounded - exact| over the vocabulary, a shift that all of them share (the median) left out; so
-it can only make a token the argmax that lies within 2 * error of the exact top. Both tokens within that bound: a
-near-tie. Any other token has another cause. The error is that of transformers' own bfloat16 pass, which stands in for
-ours, and a maximum: the rule is lenient, so the largest gap that was met is reported beside the counts.
+In: the target's logits for the common prefix, rounded, in the dtype that decoded, and exact, in the next wider one
+(float32 for bfloat16, float64 for float32). The rule: rounding moved a logit by at most `error` = max |rounded - exact|
+over the vocabulary, a shift that all of them share (the median) left out; so it can only make a token the argmax that
+lies within 2 * error of the exact top. Both tokens within that bound: a near-tie. Any other token has another cause.
+The error is that of transformers' own pass, which stands in for ours, and a maximum: the rule is lenient, so the
+largest gap that was met is reported beside the counts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# token ids [T], number of last rows wanted N -> float logits [N, V]
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}  # dtype of the exact logits, by the engine's own
+
+# token ids [T], number of last rows wanted N -> float or double logits [N, V]
 Logits = Callable[[list[int], int], Tensor]
 
 
@@ -53,7 +56,7 @@ class Parting:
 
 
 def tie(exact_V: Tensor, rounded_V: Tensor, tokens: tuple[int, ...]) -> Tie:
-    """Judge `tokens` by the target's logits after one prefix, in float32 and in the dtype that decoded."""
+    """Judge `tokens` by the target's logits after one prefix, in a wider dtype and in the one that decoded."""
     exact_V, rounded_V = exact_V.double(), rounded_V.double()
     first, second = exact_V.topk(2).values.tolist()
     lowest = min(float(exact_V[token]) for token in tokens)
@@ -96,6 +99,7 @@ def logits_of(model: torch.nn.Module) -> Logits:
     @torch.inference_mode()
     def logits(ids: list[int], rows: int) -> Tensor:
         ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
-        return model(ids_1T, use_cache=False, logits_to_keep=rows).logits[0].float().cpu()
+        logits_NV = model(ids_1T, use_cache=False, logits_to_keep=rows).logits[0].cpu()
+        return logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
 
     return logits

@@ -19,6 +19,7 @@ from drafters.registry import ChampionChangedError, Change, Registry, Version
 from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import Target, load_target, target_fingerprint
 from pipelines.gate import GatePrompt, GateReport, regression_prompts
+from pipelines.gate_ancestors import ancestors, with_ancestors
 from pipelines.gate_lines import HELD_OUT
 from pipelines.gate_task import GateTask, hold_gate
 from pipelines.redistill_config import RedistillConfig, RedistillError, RedistillReport, Verdict
@@ -286,6 +287,7 @@ class _Run:
             num_gpus=float(config.use_gpu),
             while_waiting=self._lease.check,
         )
+        gate = with_ancestors(gate, ancestors(self._registry, against or self._parent()))
         if gate.decided:
             self._folder.write(name, gate.as_json())
         return gate

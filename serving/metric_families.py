@@ -16,7 +16,8 @@ from serving.traffic_schema import TrafficCounts
 
 REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 NONE = "none"  # the version where no drafter serves
-BY_VERSION = ("model_name", "drafter_version", "placement")
+OF_REPLICA = ("model_name", "replica")  # what all series of a replica have
+BY_VERSION = (*OF_REPLICA, "drafter_version", "placement")
 
 # name -> help text, and the label that divides it
 REQUEST_COUNTERS = {
@@ -54,11 +55,17 @@ class Labels:
     """Values of the labels that all series of a replica have."""
 
     model_name: str
+    replica: str  # Serve's name for it, as in Ray's own metrics; "" outside of Serve
     placement_of: Callable[[str | None], str]  # by version of the drafter
 
-    def of(self, version: str | None) -> tuple[str, str, str]:
+    @property
+    def own(self) -> tuple[str, str]:
+        """As in OF_REPLICA."""
+        return self.model_name, self.replica
+
+    def of(self, version: str | None) -> tuple[str, ...]:
         """As in BY_VERSION."""
-        return self.model_name, NONE if version is None else version, self.placement_of(version)
+        return (*self.own, NONE if version is None else version, self.placement_of(version))
 
 
 class Page(Collector):
@@ -115,10 +122,10 @@ def service_families(
     """Error responses by status, hot swaps, replaced drafter processes by reason, trouble on their link."""
     yield _divided(labels, "request_refused", "Error responses", "status", refused)
     family = CounterMetricFamily(
-        "drafter_swaps", "Hot swaps by result and who asked", labels=("model_name", "result", "source")
+        "drafter_swaps", "Hot swaps by result and who asked", labels=(*OF_REPLICA, "result", "source")
     )
     for parts, value in swaps.items():
-        family.add_metric((labels.model_name, *parts), value)
+        family.add_metric((*labels.own, *parts), value)
     yield family
     yield _divided(labels, "drafter_restarts", "Drafter processes that were replaced", "reason", restarts)
     yield _divided(labels, "draft_link_events", "Drafters' replies that were late or dropped", "kind", link_events)
@@ -156,15 +163,15 @@ def traffic_families(labels: Labels, counts: TrafficCounts) -> Iterator[Metric]:
 def _simple(
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, help_text: str, labels: Labels, value: float
 ) -> Metric:
-    family = kind(name, help_text, labels=("model_name",))
-    family.add_metric((labels.model_name,), value)
+    family = kind(name, help_text, labels=OF_REPLICA)
+    family.add_metric(labels.own, value)
     return family
 
 
 def _divided(labels: Labels, name: str, help_text: str, by: str, counts: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(name, help_text, labels=("model_name", by))
+    family = CounterMetricFamily(name, help_text, labels=(*OF_REPLICA, by))
     for part, value in counts.items():
-        family.add_metric((labels.model_name, part), value)
+        family.add_metric((*labels.own, part), value)
     return family
 
 

@@ -104,10 +104,11 @@ class RequestRecord:
 
 
 class RequestMetrics:
-    """Counters of one replica. `placement`: where its drafter runs, "colocated" or "disaggregated"."""
+    """Counters of one replica, under Serve's name for it. `placement`: where its drafter runs, "colocated" or
+    "disaggregated"."""
 
-    def __init__(self, model_name: str, placement: str = "colocated"):
-        self._model_name = model_name
+    def __init__(self, model_name: str, placement: str = "colocated", replica: str = ""):
+        self._model_name, self._replica = model_name, replica
         self.placement = placement
         self.drafter_version: str | None = None  # of the latest round that a request had
         self.drafter_address: str | None = None  # where the drafter in service came from, if it came from somewhere
@@ -154,9 +155,9 @@ class RequestMetrics:
         """Where the drafter of this version runs; "none" without a drafter."""
         return "none" if version is None else self.placement
 
-    def render(self, engine: EngineSnapshot | None) -> bytes:
-        """Prometheus text; without the engine's part if there was no answer from it."""
-        labels = Labels(self._model_name, self.placement_of)
+    def page(self, engine: EngineSnapshot | None) -> Page:
+        """All families; without the engine's part if there was no answer from it."""
+        labels = Labels(self._model_name, self._replica, self.placement_of)
         page = Page()
         page.add(request_families(labels, ({engine.drafter_version: no_counts()} if engine else {}) | self._requests))
         # copies: other threads count on meanwhile
@@ -170,6 +171,10 @@ class RequestMetrics:
             page.add(load_families(labels, engine.load))
             version = engine.drafter_version
             page.add(drafter_families(labels, engine.counts, version, engine.drafter, self.drafter_address))
+        return page
+
+    def render(self, engine: EngineSnapshot | None) -> bytes:
+        """The page as Prometheus text."""
         registry = CollectorRegistry()
-        registry.register(page)
+        registry.register(self.page(engine))
         return generate_latest(registry)

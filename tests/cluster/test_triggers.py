@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
+from cluster.tau_base import Champion, TauBase
 from cluster.triggers import Decision, Sources, TriggerConfig, TriggerError, decide, next_moment, pass_over
 from pipelines.window_folder import BEGINNING
 
 START = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
+CHAMPION = Champion(version="a", since=START - timedelta(hours=6), evaluated=2.6)
+BASE = TauBase(
+    version="a", since=CHAMPION.since, until=START - timedelta(hours=5), gained=4000.0, rounds=2000, settled=True
+)
 
 
-def sources(rows: int = 0, live: dict[str, tuple[float, int]] | None = None, champion: Any = None) -> Sources:
+def sources(rows: int = 0, live: Any = None, champion: Champion | None = None) -> Sources:
     return Sources(
         new_rows=lambda since: rows,
-        live_tau=lambda since: live or {},
+        live_tau=live if callable(live) else lambda since, until: live or {},
         champion=lambda: champion,
         done_until=lambda: None,
         begins=lambda: BEGINNING,
@@ -24,7 +30,8 @@ def sources(rows: int = 0, live: dict[str, tuple[float, int]] | None = None, cha
 
 
 def asked(config: TriggerConfig, now: datetime, *, seen: datetime = START, **others: Any) -> Decision:
-    settings: dict[str, Any] = {"sources": sources(), "since": START - timedelta(days=1)} | others
+    known = {"since": START - timedelta(days=1), "bases": {"a": BASE}}
+    settings: dict[str, Any] = {"sources": sources()} | known | others
     return decide(config, now=now, cron_seen=seen, **settings)
 
 
@@ -115,16 +122,16 @@ def test_enough_rows_are_due_once_the_run_before_has_rested():
 @pytest.mark.parametrize(
     ("live", "champion", "due"),
     [
-        ({"a@1": (1.79, 100)}, ("a", 2.0), True),
-        ({"a@1": (1.81, 100)}, ("a", 2.0), False),  # within the tolerance
-        ({"a@1": (1.0, 99)}, ("a", 2.0), False),  # too few rounds
-        ({"a@1": (1.0, 50), "a@2": (2.4, 50)}, ("a", 2.0), True),  # over both, 1.7
-        ({"b@1": (1.0, 500)}, ("a", 2.0), False),  # another version's
-        ({"a@1": (1.0, 100)}, ("a", None), False),  # never evaluated
+        ({"a@1": (1.79, 100)}, CHAMPION, True),
+        ({"a@1": (1.81, 100)}, CHAMPION, False),  # within the tolerance, though 30% below the evaluation
+        ({"a@1": (1.0, 99)}, CHAMPION, False),  # too few rounds
+        ({"a@1": (1.0, 50), "a@2": (2.4, 50)}, CHAMPION, True),  # over both, 1.7
+        ({"b@1": (1.0, 500)}, CHAMPION, False),  # another version's
+        ({"a@1": (1.0, 100)}, replace(CHAMPION, evaluated=None), True),  # it needs none
         ({"a@1": (1.0, 100)}, None, False),  # no champion
     ],
 )
-def test_live_tau_that_falls_short_of_the_champion_s_evaluation(live, champion, due: bool):
+def test_live_tau_that_falls_below_the_champion_s_own_base(live, champion, due: bool):
     config = TriggerConfig(tau_drop=0.1, min_rounds=100)
     decision = asked(config, START, sources=sources(live=live, champion=champion))
     assert decision.trigger == ("tau" if due else None)
@@ -133,22 +140,52 @@ def test_live_tau_that_falls_short_of_the_champion_s_evaluation(live, champion, 
 @pytest.mark.parametrize(("runs", "hours"), [(0, 0.5), (1, 1), (2, 2), (3, 4), (40, 24)])
 def test_live_tau_rests_twice_as_long_after_each_run_in_vain_and_a_day_at_most(runs: int, hours: float):
     config = TriggerConfig(tau_drop=0.1, min_rows=100, min_rounds=1, rest_s=1800)
-    fallen: dict[str, Any] = {"sources": sources(live={"a@1": (1.0, 9)}, champion=("a", 2.0)), "tau_runs": {"a": runs}}
+    fallen: dict[str, Any] = {"sources": sources(live={"a@1": (1.0, 9)}, champion=CHAMPION), "tau_runs": {"a": runs}}
     rested = START - timedelta(hours=hours)
     assert asked(config, START, rested=rested, **fallen).champion == "a"
     early = asked(config, START, rested=rested + timedelta(seconds=1), **fallen)
     assert (early.trigger, early.resting is None) == (None, runs == 0)
     other = fallen | {"tau_runs": {"b": 40}}
     assert asked(config, START, rested=START - timedelta(hours=0.5), **other).trigger == "tau", "a new champion's own"
-    rows = fallen | {"sources": sources(rows=100, live={"a@1": (1.0, 9)}, champion=("a", 2.0))}
+    rows = fallen | {"sources": sources(rows=100, live={"a@1": (1.0, 9)}, champion=CHAMPION)}
     late_enough = min(rested + timedelta(seconds=1), START - timedelta(seconds=1800))
     assert asked(config, START, rested=late_enough, **rows).trigger == ("tau" if runs == 0 else "rows")
 
 
 def test_the_reason_of_a_fall_has_its_figures():
-    found = sources(live={"a@1": (1.5, 5120)}, champion=("a", 2.0))
+    found = sources(live={"a@1": (1.5, 5120)}, champion=CHAMPION)
     decision = asked(TriggerConfig(tau_drop=0.1), START, sources=found)
-    assert decision.why == ("live tau of a is 1.50 over 5,120 rounds, 25% below its evaluation's 2.00 (tolerance 10%)")
+    assert decision.why == (
+        "live tau of a is 1.50 over its latest 5,120 rounds, 25% below 2.00 over its first 2,000 rounds in service; "
+        "its evaluation says 2.60 (tolerance 10%)"
+    )
+
+
+def test_a_champion_without_a_base_starts_no_run_and_that_is_said_once():
+    config = TriggerConfig(tau_drop=0.1, min_rounds=100, settle_s=300)
+    new = Champion(version="new", since=START, evaluated=2.6)
+    served = {START + timedelta(minutes=m): (2.0 if m < 40 else 1.5) for m in range(0, 120, 5)}
+    now = START
+
+    def live(since: datetime | None, until: datetime | None) -> dict[str, tuple[float, int]]:
+        assert since is not None
+        some = [tau for at, tau in served.items() if since <= at < (until or now)]
+        return {"new@1": (sum(some) / len(some), 20 * len(some))} if some else {}
+
+    bases: dict[str, TauBase] = {"a": BASE}
+    told, due = [], []
+    for minute in range(10, 120):
+        now = START + timedelta(minutes=minute)
+        decision = asked(config, now, sources=sources(live=live, champion=new), since=START, bases=bases)
+        assert decision.base is not None
+        bases["new"] = decision.base
+        told += [(minute, decision.news)] if decision.news else []
+        due += [minute] if decision.trigger else []
+    assert told == [
+        (10, "live tau of new starts no run before it has a base, which takes 100 rounds and 30 minutes in service"),
+        (35, "live tau of new is measured against 2.00 over its first 120 rounds in service; its evaluation says 2.60"),
+    ]
+    assert due[0] == 51, "after the base 40 rounds of 2.00 and 60 of 1.50: 1.70 of 100 rounds, which are enough"
 
 
 def test_whichever_comes_first_and_the_cron_expression_asks_no_source():
@@ -157,8 +194,9 @@ def test_whichever_comes_first_and_the_cron_expression_asks_no_source():
 
     config = TriggerConfig(cron="0 * * * *", min_rows=1)
     found = Sources(
-        new_rows=broken, live_tau=lambda s: {}, champion=lambda: None, done_until=lambda: None, begins=lambda: BEGINNING
-    )
+        new_rows=broken, live_tau=lambda s, u: {}, champion=lambda: None, done_until=lambda: None,
+        begins=lambda: BEGINNING,
+    )  # fmt: skip
     assert asked(config, START + timedelta(hours=1), sources=found).trigger == "cron"
     with pytest.raises(OSError, match="the log is away"):
         asked(config, START + timedelta(minutes=30), sources=found)
@@ -185,6 +223,7 @@ def test_a_window_is_never_empty():
         ({"cron": "0 3 * * *", "time_zone": "../x"}, "no time zone"),
         ({"min_rows": 0}, "min_rows is 0"),
         ({"tau_drop": 10}, "tau_drop is 10; give a share"),
+        ({"tau_drop": 0.1, "base_s": 0}, "base_s is 0; give more than 0"),
     ],
 )
 def test_triggers_that_cannot_be(options: dict[str, Any], says: str):

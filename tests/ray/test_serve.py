@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 import urllib.request
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+import ray
 
 from drafters.target import load_target
 from serving.detokenize import without_unfinished
@@ -183,6 +185,21 @@ def test_a_full_queue_answers_503_and_the_client_may_retry(client, base_url):
             stream.close()
         assert waiting.result(60).usage.completion_tokens == 32
     wait_for_free_slots(base_url)
+
+
+def test_the_node_s_metrics_port_has_what_the_replica_counts(base_url):
+    node = ray.nodes()[0]
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    wanted, deadline = metric(base_url, "generation_tokens_total"), time.monotonic() + 60
+    assert wanted > 0
+    while True:
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if "draftloop_generation_tokens" in line]
+        found = [line for line in lines if re.search(r'[{,]replica="\w+"', line)]
+        if sum(float(line.rsplit(" ", 1)[1]) for line in found) == wanted:
+            return
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.5)
 
 
 def test_what_cannot_start_says_why_in_one_line(base_url, config, toy_target_dir, tmp_path):

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from drafters.acceptance import Acceptance
 from drafters.target import load_model, load_target
+from serving import node_metrics
 from serving.engine import timing
 from serving.engine.async_engine import AsyncEngine, EngineError, QueueFullError
 from serving.engine.drafter_counts import EARLIER, MOST_VERSIONS, CountsByDrafter
@@ -24,6 +25,7 @@ from serving.engine.sampling import Sampling
 from serving.engine.torch_rows import TorchRows
 from serving.generation import Choice, ServedModel, Totals
 from serving.metrics import RequestMetrics, engine_snapshot
+from serving.node_metrics import NodeMetrics
 from tests.toy_folder import save_toy_target
 from tests.toy_target import AlwaysRight, HalfRight
 
@@ -55,7 +57,7 @@ class Served:
         self.inner = Engine(rows, AlwaysRight(self.network), config=EngineConfig(num_draft_tokens=DRAFTS))
         self.inner.drafter_version = "a@1"
         self.engine = AsyncEngine(self.inner, max_waiting=max_waiting)
-        self.metrics = RequestMetrics("toy", placement="colocated")
+        self.metrics = RequestMetrics("toy", placement="colocated", replica="r1")
         self.model = ServedModel(self.engine, self.target, name="toy", max_len=256, metrics=self.metrics)
 
     async def page(self) -> Page:
@@ -68,6 +70,7 @@ class Served:
             for sample in family.samples:
                 key = sample.name, frozenset(sample.labels.items())
                 assert key not in series, f"{key} twice"
+                assert sample.labels["replica"] == "r1", "behind a proxy others have the same names"
                 series[key] = sample.value
         return Page(series, {family.name: family.type for family in families})
 
@@ -177,6 +180,34 @@ def test_a_swap_leaves_every_count_with_the_drafter_that_earned_it(served):
     assert {dict(at)["drafter_version"] for (name, at) in last.series if name == "drafter_info"} == {"b@2"}
 
 
+def test_the_node_s_metrics_port_gets_the_series_of_the_page(served, monkeypatch):
+    ports: Series = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]):
+            assert description
+            self.name, self.keys = name, set(tag_keys)
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            assert set(tags) == self.keys, "Ray refuses others"
+            ports[self.name.removeprefix("draftloop_"), frozenset(tags.items())] = value
+
+    monkeypatch.setattr(node_metrics, "Gauge", Gauge)
+    node = NodeMetrics(served.engine, served.metrics)
+
+    async def main():
+        await served.answer(20, "first")
+        await asyncio.to_thread(node.hand_over)
+        await served.swap(HalfRight(served.network), "b@2")
+        await served.answer(20, "second")
+        ports.clear()  # as Ray does: what is not set again is over
+        await asyncio.to_thread(node.hand_over)
+        return await served.page()
+
+    page = run(main())
+    assert ports == page.series
+
+
 def test_the_load_is_what_is_still_to_do(served):
     engine = served.inner
     for number in range(3):
@@ -251,4 +282,5 @@ def test_the_page_is_made_from_copies_since_swaps_are_counted_in_other_threads()
 
     metrics = RequestMetrics("toy")
     metrics._swaps = Counted({("done", "registry"): 1, ("refused", "registry"): 1})
-    assert b'drafter_swaps_total{model_name="toy",result="refused",source="registry"} 1.0' in metrics.render(None)
+    swaps = b'drafter_swaps_total{model_name="toy",replica="",result="refused",source="registry"} 1.0'
+    assert swaps in metrics.render(None)

@@ -183,14 +183,14 @@ def test_models_health_and_metrics(served):
     assert health.json() == {"status": "ok"}
     assert "/v1/chat/completions" in schema.json()["paths"]
     figures = dict(line.rsplit(" ", 1) for line in metrics.text.splitlines() if not line.startswith("#"))
-    drafted = 'drafter_version="always-right",model_name="toy",placement="colocated"'
+    drafted = 'drafter_version="always-right",model_name="toy",placement="colocated",replica=""'
     assert float(figures[f"spec_decode_num_drafts_total{{{drafted}}}"]) > 0
     lengths = [float(value) for name, value in figures.items() if name.startswith("spec_decode_draft_lengths_total{")]
     assert sum(lengths) > 0
     finished = drafted.replace("model_name", 'finished_reason="length",model_name')
     assert float(figures[f"request_total{{{finished}}}"]) > 0
     assert float(figures[f"generation_tokens_total{{{drafted}}}"]) > 0
-    assert float(figures['num_requests_running{model_name="toy"}']) == 0
+    assert float(figures['num_requests_running{model_name="toy",replica=""}']) == 0
 
 
 def test_defaults_come_from_the_generation_config(served):

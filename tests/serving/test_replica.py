@@ -81,7 +81,7 @@ def test_a_swap_under_a_stream_leaves_its_tokens(replica, drafter_dir, tmp_path)
     assert [replica.model.drafter[key] for key in ("name", "path", "last_swap_refused")] == [None] * 3
     assert run(tokens_of(replica)) == expected
     assert (
-        'drafter_swaps_total{model_name="toy",result="done",source="user_config"} 2.0'
+        'drafter_swaps_total{model_name="toy",replica="",result="done",source="user_config"} 2.0'
         in replica.model.metrics.render(None).decode()
     )
 
@@ -132,9 +132,9 @@ def test_counters_and_traffic_log_go_by_the_version_of_the_drafter(toy_target_di
     assert versions[0] != versions[1]
     text = replica.model.metrics.render(replica._engine.between_rounds(engine_snapshot).result(DEADLINE_S)).decode()
     for version in versions[:2]:
-        labels = f'drafter_version="{version}",model_name="toy",placement="colocated"'
+        labels = f'drafter_version="{version}",model_name="toy",placement="colocated",replica=""'
         assert f"generation_tokens_total{{{labels}}} 40.0" in text
-    assert 'generation_tokens_total{drafter_version="none",model_name="toy",placement="none"} 40.0' in text
+    assert 'generation_tokens_total{drafter_version="none",model_name="toy",placement="none",replica=""} 40.0' in text
     replica.__del__()  # Serve calls it, too
     (table,) = read_traffic(str(log))
     assert table["request_id"].to_pylist() == ["first", "second", "third"]

@@ -152,8 +152,8 @@ def test_it_holds_what_clients_got(toy_target_dir, tmp_path):
     assert metadata.target_fingerprint == target_fingerprint(target.path)
     assert metadata.chat_template_hash == template.hash
     text = model.metrics.render(None).decode()
-    assert 'traffic_log_rows_total{model_name="toy"} 3.0' in text
-    assert 'traffic_log_pending{model_name="toy"} 0.0' in text
+    assert 'traffic_log_rows_total{model_name="toy",replica=""} 3.0' in text
+    assert 'traffic_log_pending{model_name="toy",replica=""} 0.0' in text
 
 
 def test_its_metadata_are_those_of_a_rollout_set(tmp_path):
