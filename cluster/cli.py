@@ -27,6 +27,7 @@ from cluster.command import (
     least_most,
     one_line_errors,
 )
+from cluster.diagnose_command import diagnose
 from cluster.redistill_command import redistill
 from cluster.registry_command import registry
 from cluster.rollouts_command import rollouts
@@ -158,6 +159,7 @@ def evaluate(
         end(report, show.evaluation_table, as_json, f"draftloop serve --target {target} --drafter {drafter}")
 
 
+app.command()(diagnose)
 app.add_typer(registry, name="registry")
 app.command()(serve)
 app.command()(redistill)

@@ -33,7 +33,7 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "evaluate", "serve", "quickstart"])
+@pytest.mark.parametrize("command", ["generate", "train", "evaluate", "diagnose", "serve", "quickstart"])
 def test_every_command_explains_itself(command):
     result = run(command, "--help")
     assert result.exit_code == 0
