@@ -29,6 +29,7 @@ from cluster.command import (
     one_line_errors,
 )
 from cluster.compare_command import compare
+from cluster.diagnose_command import diagnose
 from cluster.formats_command import export, import_drafter
 from cluster.redistill_command import redistill
 from cluster.registry_command import registry
@@ -170,6 +171,7 @@ def evaluate(
 
 
 app.command()(compare)
+app.command()(diagnose)
 app.add_typer(registry, name="registry")
 app.command()(export)
 app.command("import")(import_drafter)

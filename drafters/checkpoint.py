@@ -177,6 +177,19 @@ def load_module(
             f"drafter {path} was made for another target (fingerprint {expected}, not {actual}); "
             "give its own target or train a drafter for this one"
         )
+    return load_unguarded(path, target_path, dtype=dtype, device=device)
+
+
+def load_unguarded(
+    path: Path,
+    target_path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> DrafterModule:
+    """The same for whichever target it was made: only for `draftloop diagnose`, which tells why. Nothing else drafts
+    with it."""
+    config = read_config(path)
     module = _bare_module(path, config, target_path)
     try:
         state = load_file(path / WEIGHTS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,9 +40,12 @@ __all__ = [
     "chat_template_hash",
     "check_shareable",
     "dflash_target_layer_ids",
+    "fingerprint_of",
+    "fingerprinted",
     "load_model",
     "load_target",
     "mtp_target_layer_ids",
+    "part_digests",
     "resolve_target",
     "shared_weights",
     "target_fingerprint",
@@ -146,19 +149,36 @@ def target_fingerprint(path: Path, target_layer_ids: Sequence[int] = ()) -> str:
 
     Weights count by tensor names, shapes, dtypes and bytes sampled over each file, so that 140 GB take a moment.
     """
+    return fingerprint_of(fingerprinted(path), target_layer_ids)
+
+
+def fingerprinted(path: Path) -> dict[str, Any]:
+    """What of a target folder goes into its fingerprint, part by part: config, tokenizer, chat_template, weights."""
     weights = []
     for file in weight_files(path):
         header, start = safetensors_header(file)
         tensors = sorted((name, entry["dtype"], entry["shape"]) for name, entry in header.items())
         weights.append([tensors, sampled_digest(file, start)])
-    parts = {
+    return {
         "config": _normalised(json.loads((path / "config.json").read_text(encoding="utf-8"))),
         "tokenizer": tokenizer_hash(path),
         "chat_template": chat_template_hash(path),
         "weights": weights,
-        "target_layer_ids": list(target_layer_ids),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def fingerprint_of(parts: Mapping[str, Any], target_layer_ids: Sequence[int]) -> str:
+    """The fingerprint that these parts and tapped layers give together."""
+    return _digest({**parts, "target_layer_ids": list(target_layer_ids)})
+
+
+def part_digests(path: Path) -> dict[str, str]:
+    """A hash for each part of a target's fingerprint: which of them differs when two fingerprints do."""
+    return {name: _digest(part) for name, part in fingerprinted(path).items()}
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def target_on_this_node(name: str, path: str, target_layer_ids: Sequence[int], fingerprint: str) -> Path:

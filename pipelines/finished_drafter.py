@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.checkpoint import save_checkpoint
-from drafters.target import target_fingerprint
+from drafters.target import part_digests, target_fingerprint
 from pipelines.curve_point import CurvePoint
 from pipelines.joint_setup import TRUNK, save_trunk
 from pipelines.joint_trainer import JointTrainer
@@ -30,14 +30,16 @@ def write_finished(
     """Write the run's drafter into the folder, its report and the cases of the parity gate."""
     module, best, fingerprint = trainer.module, story.best, arguments.target_fingerprint
     assert best is not None, "the last step is evaluated"
-    joint = isinstance(trainer, JointTrainer)
+    joint, made_for = isinstance(trainer, JointTrainer), Path(arguments.target_path)
     if isinstance(trainer, JointTrainer):  # the trunk is that of the last step, and so is its module
         best = story.points[-1]
         save_trunk(trainer.joint.trunk, Path(arguments.target_path), folder / TRUNK)
-        fingerprint = target_fingerprint(folder / TRUNK, arguments.target_layer_ids)
+        made_for = folder / TRUNK
+        fingerprint = target_fingerprint(made_for, arguments.target_layer_ids)
     else:
         module.load_state_dict(story.best_weights)
-    provenance = _provenance(trainer, story, best, arguments, sets) | {"target_fingerprint": fingerprint}
+    provenance = _provenance(trainer, story, best, arguments, sets)
+    provenance |= {"target_fingerprint": fingerprint, "target_parts": part_digests(made_for)}
     save_checkpoint(folder / DRAFTER, module, provenance)
     write_log(folder / DRAFTER, story.points)
     (folder / REPORT).write_text(json.dumps(_report(trainer, story, best, arguments)))

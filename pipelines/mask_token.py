@@ -32,13 +32,14 @@ def mask_token(target: Target, sets: Sequence[RolloutSet], wanted: int | None) -
         if wanted in occurring or wanted in _taken(target):
             raise TrainError(f"mask_token_id is {wanted}, which occurs in text; give one that never does")
         return wanted
-    for candidate in _candidates(target, vocab_size):
+    for candidate in mask_candidates(target, vocab_size):
         if candidate not in occurring:
             return candidate
     raise TrainError("the target has no token that is never used, for DFlash's mask; give mask_token_id")
 
 
-def _candidates(target: Target, vocab_size: int) -> list[int]:
+def mask_candidates(target: Target, vocab_size: int) -> list[int]:
+    """The ids that the rule of `mask_token` would take, in its order, whatever occurs in text."""
     tokenizer, taken = target.tokenizer, _taken(target)
     own = [] if tokenizer.mask_token_id is None else [int(tokenizer.mask_token_id)]
     used = max([len(tokenizer) - 1, *tokenizer.get_vocab().values()])

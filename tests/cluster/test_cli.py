@@ -34,7 +34,8 @@ def prompts(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "train", "evaluate", "compare", "export", "import", "serve", "quickstart"]
+    "command",
+    ["generate", "train", "evaluate", "compare", "diagnose", "export", "import", "serve", "quickstart"],
 )
 def test_every_command_explains_itself(command):
     result = run(command, "--help")
