@@ -62,6 +62,7 @@ def save_own_mtp_target(folder: Path, family: str, seed: int = 0, **changes: Any
         torch.manual_seed(seed)
         config = CONFIGS[family](**changes)
         main = AutoModelForCausalLM.from_config(config).eval()
+        torch.nn.init.normal_(main.model.norm.weight.data, mean=1.0, std=0.3)  # ones would hide that it is left out
         layers = MtpModel(main, config.num_mtp_layers).layers
         for name, tensor in [*layers.named_parameters(), *layers.named_buffers()]:
             around = 1.0 if tensor.dim() == 1 and "bias" not in name else 0.0
