@@ -101,9 +101,7 @@ def fresh(kind: str, **changes: Any) -> DrafterModule:
 def saved(target_dir: Path, answers: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Sound drafters by kind."""
     root = tmp_path_factory.mktemp("sound")
-    return {
-        kind: learned(fresh(kind), target_dir, answers, root / kind) for kind in ("dflash", "recursive", "independent")
-    }
+    return {kind: learned(fresh(kind), target_dir, answers, root / kind) for kind in ("dflash", "independent")}
 
 
 def planted(
@@ -135,7 +133,7 @@ def found(drafter: Path, target_dir: Path, prompts: str, **options: Any) -> Diag
 # -- nothing planted --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["dflash", "recursive", "independent"])
+@pytest.mark.parametrize("kind", ["dflash", "independent"])
 def test_a_sound_drafter_has_no_fault(kind, saved, target_dir, prompts):
     result = found(saved[kind], target_dir, prompts)
     assert (result.verdict, result.findings, result.kind) == ("sound", [], kind)
@@ -298,7 +296,7 @@ def test_other_text_than_it_was_trained_on(tmp_path):
 
 DAMAGES = [
     ("cut", "files", "cut short"),
-    ("nan", "tensors", "fc.weight of"),
+    ("nan", "tensors", "heads.0.mlp.1.weight of"),
     ("zero", "tensors", "zero throughout"),
     ("no provenance", "files", "provenance.json is missing"),
 ]
@@ -308,11 +306,11 @@ DAMAGES = [
 def test_damaged_files(damage, cause, says, saved, target_dir, prompts, tmp_path):
     def spoil(state: dict[str, Tensor]) -> None:
         if damage != "zero":
-            state["fc.weight"][0, 0] = float("nan")
+            state["heads.0.mlp.1.weight"][0, 0] = float("nan")
         else:
-            state["fc.weight"].zero_()
+            state["heads.0.mlp.1.weight"].zero_()
 
-    broken = planted(saved["recursive"], tmp_path / "broken", tensors=spoil if damage in ("nan", "zero") else None)
+    broken = planted(saved["independent"], tmp_path / "broken", tensors=spoil if damage in ("nan", "zero") else None)
     if damage == "cut":
         weights = broken / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-100])
