@@ -77,7 +77,7 @@ class Sight:
     """What the rows [B, Q] of a step see, by layer type; the same in all steps of a round."""
 
     keys_values: dict[str, tuple[Tensor, Tensor]]  # of the target, [B, G, L, head_dim] each
-    visible: dict[str, Tensor | None]  # bool [B, 1, 1 or Q, L]; None: everything
+    visible: Mapping[str, Tensor | None]  # bool [B, 1, 1 or Q, L]; None: everything
     angles: dict[str, tuple[Tensor, Tensor]]  # (cos, sin) [B, Q, head_dim] of the rows' positions
 
 
@@ -216,7 +216,7 @@ class GemmaAssistant(DrafterModule):
         rows_B1 = torch.arange(len(batch.ids_BT), device=batch.ids_BT.device)[:, None]
         sight, last = self._training_sight(batch), batch.ids_BT.shape[1] - 1
         hidden_BAD = self.first_hidden(batch.features_BTF[rows_B1, batch.anchors_BA])
-        outputs = []
+        outputs: list[Tensor] = []
         for k in range(self.config.num_draft_tokens):
             if k > 0:
                 hidden_BAD = self.post_projection(outputs[-1])
