@@ -77,7 +77,7 @@ class Sight:
     """What the rows [B, Q] of a step see, by layer type; the same in all steps of a round."""
 
     keys_values: dict[str, tuple[Tensor, Tensor]]  # of the target, [B, G, L, head_dim] each
-    visible: dict[str, Tensor | None]  # bool [B, 1, 1 or Q, L]; None: everything
+    visible: Mapping[str, Tensor | None]  # bool [B, 1, 1 or Q, L]; None: everything
     angles: dict[str, tuple[Tensor, Tensor]]  # (cos, sin) [B, Q, head_dim] of the rows' positions
 
 
