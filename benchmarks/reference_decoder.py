@@ -3,8 +3,8 @@
     python -m venv zlab && zlab/bin/pip install 'dflash[local]==0.1.0'
     python benchmarks/reference_decoder.py --drafter plain=drafter --drafter second=drafter2 --reference zlab/bin/python
 
-Both decode the same prompts greedily in float32 at batch 1, the whole block drafted in every round. Compared: output
-tokens, and tau as tokens behind the first over rounds (a last round that a limit or a stop cuts short counts with what
+The drafter is exported (`draftloop export --format z-lab`), and both decode the same prompts greedily in float32 at
+batch 1, the whole block drafted in every round. Compared: output tokens, and tau as tokens behind the first over rounds (a last round that a limit or a stop cuts short counts with what
 it emitted, in both). `dflash` pins its own torch and transformers: it runs in an environment of its own, as a process
 that reads the prompts and writes its answers as JSON.
 """
@@ -16,6 +16,7 @@ import datetime
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def _compare(args: argparse.Namespace) -> None:
     from references import write_json, write_text
 
     from drafters.checkpoint import read_config
+    from drafters.formats.exchange import export_checkpoint
     from drafters.target import load_target
     from pipelines.evaluate import versions
     from pipelines.prompts import read_prompts
@@ -57,11 +59,14 @@ def _compare(args: argparse.Namespace) -> None:
     for label, folder in (pair.split("=", 1) for pair in args.drafter):
         config: Any = read_config(Path(folder))
         ours = _decode_with_engine(target, Path(folder), config.num_draft_tokens, prompts, args.tokens, args.backend)
-        job = {
-            "target": str(target.path), "drafter": str(Path(folder).resolve()), "prompts": prompts,
-            "stops": list(target.eos_token_ids), "tokens": args.tokens,
-        }  # fmt: skip
-        theirs = _run_reference(args.reference, job)
+        with tempfile.TemporaryDirectory() as scratch:
+            exported = Path(scratch) / "exported"
+            export_checkpoint(folder, args.target, "z-lab", exported)
+            job = {
+                "target": str(target.path), "drafter": str(exported), "prompts": prompts,
+                "stops": list(target.eos_token_ids), "tokens": args.tokens,
+            }  # fmt: skip
+            theirs = _run_reference(args.reference, job)
         rows.append(_row(label, ours, theirs))
         print(f"{label}: {json.dumps(rows[-1])}", flush=True)
     commit = subprocess.run(
@@ -100,8 +105,6 @@ def _decode_with_engine(
 
 def _run_reference(python: str, job: dict[str, Any]) -> Any:
     """[answers, rounds] of the reference, and its versions."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(job))
