@@ -4,9 +4,9 @@
     python benchmarks/reference_decoder.py --drafter plain=drafter --drafter second=drafter2 --reference zlab/bin/python
 
 The drafter is exported (`draftloop export --format z-lab`), and both decode the same prompts greedily in float32 at
-batch 1, the whole block drafted in every round. Compared: output tokens, and tau as tokens behind the first over rounds (a last round that a limit or a stop cuts short counts with what
-it emitted, in both). `dflash` pins its own torch and transformers: it runs in an environment of its own, as a process
-that reads the prompts and writes its answers as JSON.
+batch 1, the whole block drafted in every round. Compared: output tokens, and tau as tokens behind the first over
+rounds (a last round that a limit or a stop cuts short counts with what it emitted, in both). `dflash` pins its own torch
+and transformers: it runs in an environment of its own, as a process that reads the prompts and writes its answers as JSON.
 """
 
 from __future__ import annotations
