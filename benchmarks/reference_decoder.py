@@ -5,8 +5,9 @@
 
 The drafter is exported (`draftloop export --format z-lab`), and both decode the same prompts greedily in float32 at
 batch 1, the whole block drafted in every round. Compared: output tokens, and tau as tokens behind the first over
-rounds (a last round that a limit or a stop cuts short counts with what it emitted, in both). `dflash` pins its own torch
-and transformers: it runs in an environment of its own, as a process that reads the prompts and writes its answers as JSON.
+rounds (a last round that a limit or a stop cuts short counts with what it emitted, in both). `dflash` pins its own
+torch and transformers: it runs in an environment of its own, as a process that reads the prompts and writes its answers
+as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DEADLINE_S = 3600.0  # of the other process
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--drafter", action="append", default=[], help="LABEL=FOLDER; may be repeated")
+    parser.add_argument("--drafter", action="append", help="LABEL=FOLDER; may be repeated")
     parser.add_argument("--reference", default="python", help="interpreter of an environment with dflash")
     parser.add_argument("--prompts", default="gsm8k_test")
     parser.add_argument("--limit", type=int, default=50)
@@ -40,6 +41,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.job:
         _decode_with_reference(args.job)
+    elif not args.drafter:
+        parser.error("give at least one --drafter LABEL=FOLDER")
     else:
         _compare(args)
 
@@ -139,6 +142,8 @@ def _decode_with_reference(file: Path) -> None:
 
 def _row(label: str, ours: Any, theirs: Any) -> dict[str, Any]:
     def tau(answers: list[list[int]], rounds: list[int]) -> float:
+        if not sum(rounds):
+            sys.exit("no answer has more than one token: nothing was drafted; give other prompts or more --tokens")
         return sum(len(answer) - 1 for answer in answers) / sum(rounds)
 
     equal = sum(mine == other for mine, other in zip(ours[0], theirs[0], strict=True))

@@ -36,7 +36,8 @@ from drafters.own_mtp_module import config_from_json as own_mtp_config
 from drafters.target import load_target, shared_weights, target_fingerprint
 
 MTP = "DraftloopMtpModel"
-ARCHITECTURES = (MTP, OWN_MTP, *dflash_layout.ARCHITECTURES, gemma_assistant_layout.ARCHITECTURE)
+TRAINED = (MTP, *dflash_layout.ARCHITECTURES)
+ARCHITECTURES = (*TRAINED, OWN_MTP, gemma_assistant_layout.ARCHITECTURE)
 
 AnyConfig = MtpConfig | OwnMtpConfig | DFlashConfig | GemmaAssistantConfig
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
@@ -105,7 +106,8 @@ def read_config(path: Path) -> AnyConfig:
             return gemma_assistant_layout.config_from_json(raw)
         return _mtp_config(raw) if named[0] == MTP else dflash_layout.config_from_json(raw, named[0])
     except ValueError as error:
-        raise CheckpointError(f"{path}/{CONFIG} {error}; train the drafter anew") from None
+        mend = "train the drafter anew" if named[0] in TRAINED else "make it again with `draftloop import`"
+        raise CheckpointError(f"{path}/{CONFIG} {error}; {mend}") from None
 
 
 _MTP_CHECKS: dict[str, keys.Check] = {  # by a field's annotation

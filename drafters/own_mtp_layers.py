@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from drafters.remote import first_line
@@ -27,6 +28,13 @@ def check_own_mtp(path: Path, config: Any) -> None:
     """Raise TargetError unless this target's files hold MTP layers that Draftloop can draft with."""
     text = config.get_text_config()
     count = getattr(text, "num_mtp_layers", None)
+    names = [name for file in weight_files(path) for name in safetensors_header(file)[0]]
+    has_tensors = any(is_mtp_tensor(name, text.num_hidden_layers) for name in names)
+    if not count and has_tensors:
+        raise TargetError(
+            f"target {path} has MTP layers that this transformers knows nothing of (its config has no num_mtp_layers); "
+            "train a drafter for it with `draftloop train`"
+        )
     if not count:
         raise TargetError(
             f"target {path} has no MTP layers (num_mtp_layers is {count} in its config); "
@@ -42,8 +50,7 @@ def check_own_mtp(path: Path, config: Any) -> None:
     for key in ("logits_mup_width_multiplier", "unpadded_vocab_size"):
         if getattr(text, key, None) is not None:
             raise TargetError(f"target {path} has {key} in its config, which drafters' logits do not know")
-    names = (name for file in weight_files(path) for name in safetensors_header(file)[0])
-    if not any(is_mtp_tensor(name, text.num_hidden_layers) for name in names):
+    if not has_tensors:
         raise TargetError(
             f"target {path} says num_mtp_layers {count} and holds no tensor of them; fetch the whole model again"
         )
@@ -51,9 +58,12 @@ def check_own_mtp(path: Path, config: Any) -> None:
 
 def empty_layers(config: Any) -> tuple[Any, nn.Module | None]:
     """(transformers' MtpModel with all its weights on the meta device, the rotary embedding as it is used)."""
+    count = getattr(config.get_text_config(), "num_mtp_layers", None)
+    if not count:
+        raise TargetError("the target has no MTP layers; give the drafter's own target")
     main = _main_model(config)
     with torch.device("meta"), quiet_transformers():
-        model = _mtp_model()(main, main.config.get_text_config().num_mtp_layers)
+        model = _mtp_model()(main, count)
     rotary = model.rotary_emb
     return model, None if rotary is None else type(rotary)(main.get_decoder().config)
 
@@ -76,7 +86,7 @@ def read_layers(path: Path, config: Any) -> Any:
     try:
         with quiet_transformers():
             return _mtp_model().from_pretrained(main)
-    except (RuntimeError, ValueError, KeyError, OSError) as error:
+    except (RuntimeError, ValueError, KeyError, OSError, SafetensorError) as error:
         raise TargetError(
             f"the MTP layers of target {path} cannot be read ({first_line(error)[:300]}); fetch the whole model again"
         ) from error

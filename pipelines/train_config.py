@@ -128,9 +128,11 @@ class TrainConfig:
         size, coverage, number, block = (
             self.draft_vocab_size, self.draft_vocab_coverage, self.num_draft_tokens, self.dflash,
         )  # fmt: skip
+        kinds = " or ".join(get_args(DrafterKind))
+        from_import = ", or --init-from what `draftloop import` made" if self.kind in get_args(OwnKind) else ""
         return (
             ("rollouts", self.rollouts, len(self.rollouts) > 0, "the --output of generate"),
-            ("kind", self.kind, self._is_kind(), " or ".join(get_args(DrafterKind))),
+            ("kind", self.kind, self._is_kind(), f"{kinds}{from_import}"),
             ("num_draft_tokens", number, number is None or number >= 1, "at least 1"),
             ("draft_vocab_size", size, size is None or size >= 0, "0 for all tokens, or more"),
             ("draft_vocab_coverage", coverage, coverage is None or 0 < coverage <= 1, "a share, such as 0.95"),

@@ -64,6 +64,15 @@ def exportable(module: DrafterModule, target: Target, layout: str, *, few_tokens
     return module
 
 
+def refuse_scaled_embeddings(shared: SharedWeights, target: Target) -> None:
+    """For a layout without a key for the factor of the target's embeddings. Raises FormatError."""
+    if shared.embedding_scale != 1:
+        raise FormatError(
+            f"target {target.path} scales its embeddings by {shared.embedding_scale:g}, which this layout cannot say; "
+            "take --format z-lab"
+        )
+
+
 def written_layers(config: DFlashConfig, target: Target) -> dict[str, Any]:
     """The layers' fields, each of them said even where a reader would guess it right."""
     return {

@@ -13,7 +13,7 @@ from drafters.formats.foreign_config import FormatError
 from drafters.formats.foreign_folder import FileFact, file_facts
 from drafters.remote import first_line
 from drafters.remote_checkpoint import local_checkpoint
-from drafters.target import Target, load_target, target_fingerprint
+from drafters.target import Target, load_target, part_digests, target_fingerprint
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors"]
@@ -89,6 +89,7 @@ def import_checkpoint(source: str, target_name: str, output: Path, name: str = "
     read = [] if folder == target.path else file_facts(folder)  # the target is known by its fingerprint
     provenance: dict[str, Any] = {
         "target_fingerprint": fingerprint,
+        "target_parts": part_digests(target.path),
         "imported": {
             "source": source,
             "format": name,

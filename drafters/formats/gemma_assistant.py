@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from drafters import gemma_assistant_layout as layout
 from drafters.checkpoint import CheckpointError
+from drafters.formats.foreign_config import FormatError
+from drafters.formats.foreign_folder import read_config_file, read_tensors
 from drafters.gemma_assistant import MODEL_TYPE, GemmaAssistant, GemmaAssistantConfig, transformers_config
 from drafters.gemma_assistant_kv import SharedLayer, shared_layers
 from drafters.target import Target, shared_weights
-from drafters.target_source import TargetError, weight_files
+from drafters.target_source import TargetError
 
 NUM_DRAFT_TOKENS = 5  # where generation_config.json names no num_assistant_tokens
 TARGETS = ("gemma4_text", "gemma4_unified_text")
@@ -25,11 +26,10 @@ def read(source: Path, target: Target) -> GemmaAssistant:
     published = _published(source)
     try:
         module = GemmaAssistant(_config(source, published, target))
-        saved = {name: tensor for file in weight_files(source) for name, tensor in load_file(file).items()}
-        module.load_state_dict(layout.loadable_tensors(module, saved))
+        module.load_state_dict(layout.loadable_tensors(module, read_tensors(source)))
         module.bind(shared_weights(target.path, torch.float32))
         module.bind_layers(target.path)
-    except CheckpointError:
+    except (CheckpointError, FormatError):
         raise
     except (ValueError, OSError, RuntimeError, TargetError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -39,10 +39,7 @@ def read(source: Path, target: Target) -> GemmaAssistant:
 
 def _published(source: Path) -> dict[str, Any]:
     """config.json without the architecture."""
-    try:
-        raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source}/config.json cannot be read ({error}); give an assistant's folder") from None
+    raw = dict(read_config_file(source))
     named = raw.pop("architectures", None)
     if named != [layout.ARCHITECTURE] or raw.get("model_type") != MODEL_TYPE:
         raise CheckpointError(f"{source} is a {named} of type {raw.get('model_type')}, not a {layout.ARCHITECTURE}")

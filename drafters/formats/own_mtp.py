@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from drafters.formats import OWN
 from drafters.own_mtp_layers import cache_widths, check_own_mtp, read_layers
 from drafters.own_mtp_module import OwnMtpConfig, OwnMtpModule
 from drafters.target import Target, shared_weights
 from drafters.target_source import TargetError
 
-OWN = "own"  # SOURCE: the target itself
 LONE_LAYER_DRAFTS = 3  # that a lone layer is trained for: what is usually asked of it
 
 

@@ -22,6 +22,7 @@ from drafters.formats.dflash_fields import (
     exportable,
     made_module,
     read_layers,
+    refuse_scaled_embeddings,
     written_layers,
 )
 from drafters.formats.foreign_config import ForeignConfig, FormatError
@@ -48,6 +49,7 @@ _OTHER = "it makes another drafter of it, which Draftloop does not have"
 def contents(module: DrafterModule, target: Target, target_name: str) -> Layout:
     """The folder's contents. Raises FormatError if the layout cannot say the drafter."""
     module = exportable(module, target, NAME, few_tokens=True)
+    refuse_scaled_embeddings(shared_weights(target.path, torch.float32), target)
     config = module.config
     kind = SECOND if config.selector_top_k else PLAIN
     raw: dict[str, Any] = {
@@ -123,6 +125,7 @@ def read(source: Path, target: Target) -> tuple[DrafterModule, dict[str, str]]:
     said.nothing_left()
     shared = shared_weights(target.path, torch.float32)
     tensors = _our_names(said, fields, shared)
+    refuse_scaled_embeddings(shared, target)
     return made_module(said, fields, tensors, target, shared), said.facts
 
 

@@ -26,12 +26,11 @@ from drafters.formats.dflash_fields import (
 )
 from drafters.formats.foreign_config import ForeignConfig, FormatError, agreed
 from drafters.formats.foreign_folder import Layout, read_config_file, read_tensors, take_borrowed
-from drafters.target import Target, shared_weights
+from drafters.target import SharedWeights, Target, shared_weights
 
 NAME = "z-lab's layout"
-# Factors that the readers know; ours are all 1.
+# Factors that the readers know; ours are all 1, but for that of the target's embeddings.
 _FACTORS: dict[str, float | None] = {
-    "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
 }
@@ -40,7 +39,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # values with which a key of others' v
     "attention_sink_bias": (False,),
     "attention_value_scale": (1.0,),
     "final_logit_softcapping": (0.0,),
-    "input_embedding_scale": (1.0,),
     "logit_scale": (1.0,),
     "output_multiplier": (1.0,),
     "projector_type": ("dflash",),
@@ -64,6 +62,7 @@ def contents(module: DrafterModule, target: Target, target_name: str) -> Layout:
         "target_layer_ids": taps,
     }
     block = shared | {"causal": False, "sample_from_anchor": False} | _FACTORS
+    block["input_embedding_scale"] = shared_weights(target.path, torch.float32).embedding_scale
     if kind == SECOND:
         block |= {name: getattr(config, name) for name in PARTS}
     raw = {"architectures": [kind]} | written_layers(config, target) | shared
@@ -93,6 +92,8 @@ def read(source: Path, target: Target) -> tuple[DrafterModule, dict[str, str]]:
     if named == [SECOND]:
         fields |= {name: block.need(name, keys.is_count) for name in PARTS}
     _check_layers(said, block, target)
+    borrowed = shared_weights(target.path, torch.float32)
+    _check_embedding_scale(said, block, borrowed.embedding_scale)
     _check_causal(said, block, SLIDING in fields["layer_types"])
     fields["draft_vocab_size"] = fields["vocab_size"]
     said.only("draft_vocab_size", fields["vocab_size"], mend=f"{NAME} has no reduced draft vocabulary: give another")
@@ -104,9 +105,7 @@ def read(source: Path, target: Target) -> tuple[DrafterModule, dict[str, str]]:
     said.facts["anchor"] = f"slot 0 of a block: {named[0]} is run so by its reference"
     if (source / "mask_embedding.pt").exists():
         raise FormatError(f"{source} has a mask_embedding.pt; {_OTHER}")
-    return made_module(
-        said, fields, _our_names(said, target), target, shared_weights(target.path, torch.float32)
-    ), said.facts
+    return made_module(said, fields, _our_names(said, borrowed), target, borrowed), said.facts
 
 
 def _check_layers(said: ForeignConfig, block: ForeignConfig, target: Target) -> None:
@@ -139,14 +138,23 @@ def _check_causal(said: ForeignConfig, block: ForeignConfig, sliding: bool) -> N
     said.facts["is_causal"] = "False: full-attention layers attend both ways where the key is not there"
 
 
-def _our_names(said: ForeignConfig, target: Target) -> dict[str, Any]:
+def _check_embedding_scale(said: ForeignConfig, block: ForeignConfig, scale: float) -> None:
+    """Blocks begin with the target's embeddings as its own layers get them; without a key the readers scale by 1."""
+    key, mend = "input_embedding_scale", f"the target scales its embeddings by {scale:g}: give a drafter trained so"
+    found = [place.given(key, keys.is_number) for place in (block, said)]
+    told = next((value for value in found if value is not None), 1.0)
+    if abs(told - scale) > 1e-3 * scale:
+        raise said.wrong(f"has {told:g} as {block.inside + key!r}", mend)
+    said.only(key, told, mend=mend)
+
+
+def _our_names(said: ForeignConfig, shared: SharedWeights) -> dict[str, Any]:
     """The source's tensors under our names; copies of what is borrowed are left out."""
     tensors = read_tensors(said.source)
     for name in CODEBOOKS:  # some are saved from an nn.Embedding
         if (weight := tensors.pop(f"candidate_selector.{name}.weight", None)) is not None:
             tensors[f"candidate_selector.{name}"] = weight
     if {"embed_tokens.weight", "lm_head.weight"} & set(tensors):
-        shared = shared_weights(target.path, torch.float32)
         take_borrowed(said.source, tensors, "embed_tokens.weight", shared.embedding_VD, said.facts)
         take_borrowed(said.source, tensors, "lm_head.weight", shared.lm_head_VD, said.facts)
     return tensors

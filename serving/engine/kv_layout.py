@@ -10,6 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
+class UnsupportedTargetError(ValueError):
+    """The target keeps state that slots cannot roll back, or attends in a way that rows cannot express."""
+
+
 class LayerKv(NamedTuple):
     """Of one layer."""
 
@@ -38,6 +42,11 @@ def _sources(config: Any) -> list[int]:
     layers = range(config.num_hidden_layers)
     if not getattr(config, "num_kv_shared_layers", 0):
         return list(layers)
+    if config.num_kv_shared_layers >= config.num_hidden_layers:
+        raise UnsupportedTargetError(
+            f"{config.model_type} keeps no keys and values of its own: it is an assistant, which drafts for another "
+            "target; choose that one, and `draftloop import` this"
+        )
     modes, types = config.kv_sharing_modes, config.layer_types
     stores = {types[layer]: layer for layer in layers if modes[layer] == "store"}
     return [stores[types[layer]] if modes[layer] == "reuse" else layer for layer in layers]

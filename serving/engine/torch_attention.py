@@ -15,14 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from serving.engine.kv_layout import UnsupportedTargetError
 from serving.engine.rows import Rows
 
 ATTENTION_NAME = "draftloop_slots"
 MAX_PADDED_RUN = 32  # runs up to this many rows share one padded attention call; longer ones (prefill) get their own
-
-
-class UnsupportedTargetError(ValueError):
-    """The target keeps state that slots cannot roll back, or attends in a way that rows cannot express."""
 
 
 @dataclass

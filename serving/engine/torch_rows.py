@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafters.packed_linear import PackLinear, pack_linears
-from serving.engine.kv_layout import kv_layout
+from serving.engine.kv_layout import UnsupportedTargetError, kv_layout
 from serving.engine.rows import Move, Rows, RowsOutput, check_moves, entries_of
-from serving.engine.torch_attention import ATTENTION_NAME, SlotPass, UnsupportedTargetError, group_rows
+from serving.engine.torch_attention import ATTENTION_NAME, SlotPass, group_rows
 from serving.engine.torch_graphs import Capture, GraphedForward
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -109,5 +109,5 @@ def test_an_assistant_goes_on_with_the_layers_that_it_reads(tmp_path: Path):
     assert all(p.requires_grad for p in found.parameters())
     assert sum(p.numel() for p in found.parameters()) == sum(p.numel() for p in module.parameters())
     assert started_vocabulary(config).tolist() == list(range(260))
-    with pytest.raises(TrainError, match="never made anew"):
+    with pytest.raises(TrainError, match="or --init-from what `draftloop import` made"):
         replace(CONFIG, kind="gemma-assistant")

@@ -26,10 +26,9 @@ from transformers import (
 from drafters.prompt_lookup import PromptLookupDrafter
 from serving.engine import torch_rows
 from serving.engine.engine import Engine, EngineConfig
-from serving.engine.kv_layout import kv_layout, kv_numbers
+from serving.engine.kv_layout import UnsupportedTargetError, kv_layout, kv_numbers
 from serving.engine.rows import make_rows
 from serving.engine.sampling import Sampling
-from serving.engine.torch_attention import UnsupportedTargetError
 from serving.engine.torch_rows import TorchRows
 from tests.toy_target import toy_prompts
 
@@ -184,6 +183,12 @@ def test_drafted_output_equals_generate(family):
 )
 def test_what_a_token_leaves_behind_in_the_slots(family, numbers):
     assert kv_numbers(FAMILIES[family]) == numbers
+
+
+def test_an_assistant_is_no_target():
+    config = Gemma4TextConfig(**SHAPE, **GEMMA4, num_kv_shared_layers=4)
+    with pytest.raises(UnsupportedTargetError, match="it is an assistant"):
+        kv_numbers(config)
 
 
 def test_a_layer_that_keeps_something_else_than_its_config_says_is_refused(monkeypatch):

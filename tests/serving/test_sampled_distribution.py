@@ -68,7 +68,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {  # those that sample go by the re
     "random-any": lambda: RandomProposer(target(), candidates=VOCAB),
     "prompt-lookup": lambda: PromptLookupDrafter(min_ngram=1),
     "mtp-recursive": lambda: as_drafter(toy_mtp(target(), vocab_size=VOCAB, draft_vocab_size=VOCAB)),
-    "own-mtp": lambda: as_drafter(random_own_mtp(target())),
+    "own-mtp": lambda: as_drafter(random_own_mtp(target(), layers=2)),
     "mtp-recursive trees": lambda: as_drafter(toy_mtp(target(), vocab_size=VOCAB, draft_vocab_size=VOCAB)),
     "right-in-trees": lambda: RightInATree(target()),
     "sampled-trees": lambda: SampledTrees(target(), candidates=6),

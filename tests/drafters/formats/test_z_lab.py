@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from drafters.dflash import FULL, SLIDING, DFlashModule
 from drafters.formats import FormatError
-from drafters.target import load_model
-from tests.toy_dflash import DFLASH2
+from drafters.target import load_model, shared_weights
+from tests.toy_dflash import DFLASH2, toy_dflash_config
 from tests.toy_formats import (
+    ALL_TOKENS,
     FEW_TOKENS,
     TAPPED,
     change,
@@ -25,6 +26,7 @@ from tests.toy_formats import (
     imported,
     real_batch,
 )
+from tests.toy_gemma import save_gemma_target
 
 KINDS = {
     "plain": {},
@@ -234,3 +236,29 @@ def test_a_published_folder_is_read_and_what_it_leaves_open_is_told(deep_target:
     save_file(weights | {"embed_tokens.weight": embedding + 1}, folder / "model.safetensors")
     with pytest.raises(FormatError, match=r"has embed_tokens\.weight of its own"):
         imported(folder, deep_target, tmp_path / "b")
+
+
+@torch.no_grad()
+def test_a_target_that_scales_its_embeddings_is_said(tmp_path: Path):
+    """The readers take the raw embedding times a factor: without Gemma's, blocks would begin with others."""
+    target = save_gemma_target(tmp_path / "gemma", "own keys and values")
+    shape = {"vocab_size": ALL_TOKENS, "draft_vocab_size": ALL_TOKENS, "num_target_layers": 6}
+    module = DFlashModule(toy_dflash_config(**shape, target_layer_ids=TAPPED)).eval()
+    module.bind(shared_weights(target, torch.float32))
+    folder = exported(module, target, "z-lab", tmp_path)
+    scale = config_of(folder)["dflash_config"]["input_embedding_scale"]
+    assert scale == pytest.approx(32**0.5)
+    anchors = torch.tensor([7, 99])
+    block = torch.full((2, module.config.block_size), module.config.mask_token_id)
+    block[:, 0] = anchors
+    raw = load_model(target, torch.float32).get_input_embeddings().weight
+    torch.testing.assert_close(module.block_input(anchors, torch.zeros(2, 32)), F.embedding(block, raw) * scale)
+    assert imported(folder, target, tmp_path)[0].config == module.config
+    for value in (None, 1.0):
+        change(folder, dflash_config__input_embedding_scale=value)
+        with pytest.raises(
+            FormatError, match=r"has 1 as 'dflash_config.input_embedding_scale'; .* by 5\.65"
+        ):
+            imported(folder, target, tmp_path)
+    with pytest.raises(FormatError, match="take --format z-lab"):
+        exported(module, target, "speculators", tmp_path / "speculators")
