@@ -256,9 +256,7 @@ def test_a_target_that_scales_its_embeddings_is_said(tmp_path: Path):
     assert imported(folder, target, tmp_path)[0].config == module.config
     for value in (None, 1.0):
         change(folder, dflash_config__input_embedding_scale=value)
-        with pytest.raises(
-            FormatError, match=r"has 1 as 'dflash_config.input_embedding_scale'; .* by 5\.65"
-        ):
+        with pytest.raises(FormatError, match=r"has 1 as 'dflash_config.input_embedding_scale'; .* by 5\.65"):
             imported(folder, target, tmp_path)
     with pytest.raises(FormatError, match="take --format z-lab"):
         exported(module, target, "speculators", tmp_path / "speculators")
