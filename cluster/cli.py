@@ -207,7 +207,7 @@ def drill(
     shifts: Annotated[
         int, typer.Option(min=0, max=2, help="Kinds of traffic that follow GSM8K; 0: only a bad drafter's roll-back.")
     ] = 2,
-    answers: Annotated[int, typer.Option(min=20, help="To each kind of traffic before the loop runs.")] = 120,
+    answers: Annotated[int, typer.Option(min=20, help="To each kind of traffic before the loop runs.")] = 100,
     answers_after: Annotated[int, typer.Option(min=1, help="And after it.")] = 40,
     concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 2,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,

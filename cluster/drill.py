@@ -66,7 +66,7 @@ class DrillConfig:
     replay: str | None = None  # its rollouts; None: those that are made for it
     questions: int = 400  # GSM8K questions that it is trained on
     shifts: int = 2  # kinds of traffic that follow GSM8K; 0: only the drafter that looks well
-    answers: int = 120  # per phase, before the loop runs
+    answers: int = 100  # per phase, before the loop runs
     answers_after: int = 40  # per phase, after it
     max_tokens: int = 96
     concurrency: int = 2
