@@ -80,6 +80,9 @@ def submit_once(jobs: JobServer, submission_id: str, command: Sequence[str]) -> 
             raise
 
 
+_ENTRYPOINT = "Running entrypoint for job"  # the first line of a job's log
+
+
 class RayJobs:
     """Ray's job server, asked with a deadline. `address`: its own, or the cluster's; None: as Ray finds it.
 
@@ -103,7 +106,10 @@ class RayJobs:
             if "status code 404" in str(error):  # the only way in which the client tells
                 return None
             raise
-        return Job(status=str(info.status), message=_last_line(info.message or ""))
+        message = _last_line(info.message or "")
+        if message.startswith(_ENTRYPOINT):  # Ray read the log before the job's own words were in it
+            message = _last_line(self._ask(lambda client: client.get_job_logs(submission_id)))
+        return Job(status=str(info.status), message=message)
 
     def submit(self, submission_id: str, command: Sequence[str]) -> None:
         entrypoint, environment = shlex.join(command), self._runtime_env
