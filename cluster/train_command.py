@@ -168,7 +168,9 @@ def train(
         if of_joint and regime != "joint":
             fail(f"{next(iter(of_joint))} belongs to --regime joint; give both, or none", 2)
         if of_online and not online:
-            fail(f"{next(iter(of_online))} belongs to --online; give both, or none", 2)
+            typed = {"resources": "actor_resource", "target_layer_ids": "layers"}  # where a field has another name
+            name = next(iter(of_online))
+            fail(f"{typed.get(name, name)} belongs to --online; give both, or none", 2)
         if taps is not None and not online and regime != "joint":
             fail("taps belongs to --online or --regime joint: the rollouts say which layers they have", 2)
         online_options = joint_options = None

@@ -14,7 +14,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from drafters.formats.gemma_assistant import read
+from drafters.formats.gemma4_assistant import read
 from drafters.gemma_assistant import GemmaAssistant
 from drafters.target import Target
 from tests.toy_folder import toy_tokenizer

@@ -56,7 +56,7 @@ FORMATS: dict[str, Format] = {
     "medusa": Format("drafters.formats.medusa", lambda raw: raw.get("model_type") == "medusa", writes=True),
     OWN: Format("drafters.formats.own_mtp", lambda raw: False),  # it is known by its folder, the target's
     "gemma4-assistant": Format(
-        "drafters.formats.gemma_assistant", lambda raw: raw.get("model_type") == "gemma4_assistant"
+        "drafters.formats.gemma4_assistant", lambda raw: raw.get("model_type") == "gemma4_assistant"
     ),
 }
 _ORDER = ("speculators", "medusa", "gemma4-assistant", "z-lab")  # speculators' configs name z-lab's architectures

@@ -137,9 +137,9 @@ def test_train_refuses_options_of_another_kind_by_name(arguments, message, tmp_p
         (["--trunk-learning-rate", "1e-5"], "trunk_learning_rate belongs to --regime joint"),
         (["--dtype", "bfloat16"], "dtype belongs to --online"),
         (["--num-actors", "2"], "num_actors belongs to --online"),
-        (["--actor-resource", "target_node=1"], "resources belongs to --online"),
+        (["--actor-resource", "target_node=1"], "actor_resource belongs to --online"),
         (["--taps", "5"], "taps belongs to --online or --regime joint"),
-        (["--layers", "1,2"], "target_layer_ids belongs to --online"),
+        (["--layers", "1,2"], "layers belongs to --online"),
     ],
 )
 def test_train_refuses_options_without_what_they_belong_to(arguments, message, tmp_path):

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from cluster.cli import app
 from drafters.checkpoint import read_provenance
+from drafters.formats import FORMATS
 from drafters.target import target_fingerprint
 from tests.toy_folder import save_toy_target
 from tests.toy_formats import TAPPED, dflash_of, heads_of, save_deep_target, saved
@@ -110,3 +112,13 @@ def test_another_target_is_refused_on_both_ways(target: Path, drafter: Path, tmp
 def test_a_dflash_checkpoint_of_ours_is_itself_in_the_published_layout(target: Path, drafter: Path, tmp_path: Path):
     read = facts("import", drafter, "--target", target, "--output", tmp_path / "back")
     assert (read["format"], read["target_layer_ids"]) == ("z-lab", list(TAPPED))
+
+
+def test_every_layout_can_be_named():
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # a group has them
+    choices = {
+        name: next(set(option.type.choices) for option in commands[name].params if option.name == "layout")
+        for name in ("export", "import")
+    }
+    assert choices["import"] == {"auto", *FORMATS}
+    assert choices["export"] == {name for name, layout in FORMATS.items() if layout.writes}

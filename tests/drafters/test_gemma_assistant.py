@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 from drafters.checkpoint import CheckpointError, as_drafter, load_module, read_config, save_checkpoint
 from drafters.drafter import Drafter, DraftRequest
-from drafters.formats.gemma_assistant import read
+from drafters.formats.gemma4_assistant import read
 from drafters.gemma_assistant import GemmaAssistant
 from drafters.target import target_fingerprint
 from drafters.training_batch import Document, pack_documents
