@@ -28,8 +28,8 @@ from drafters.target import (
 )
 from pipelines.diagnose import DiagnoseConfig, diagnose
 from pipelines.diagnose_answers import Answer, decode_answers
+from pipelines.diagnose_changes import causal_blocks
 from pipelines.diagnose_report import Diagnosis
-from pipelines.diagnose_trials import causal_blocks
 from pipelines.expected_acceptance import expected_acceptance
 from pipelines.prompts import PromptRow
 from pipelines.step_config import StepConfig
