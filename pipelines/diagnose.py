@@ -245,7 +245,8 @@ class Examination:
                 self._say(self._done + len(self.trials), self._steps, f"trying {trial.trial.name}")
                 answers = decode_answers(self.engine, rows, self.config.max_new_tokens)
                 there = Measuring(self.module, answers, self.number)
-                found.append((trial.trial, trial.result(measuring, there)))
+                if (result := trial.result(measuring, there)) is not None:
+                    found.append((trial.trial, result))
         return found
 
     def _served(self, measuring: Measuring) -> ParityResult:

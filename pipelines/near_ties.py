@@ -5,7 +5,8 @@ In: the target's logits for the common prefix, rounded, in the dtype that decode
 over the vocabulary, a shift that all of them share (the median) left out; so it can only make a token the argmax that
 lies within 2 * error of the exact top. Both tokens within that bound: a near-tie. Any other token has another cause.
 The error is that of transformers' own pass, which stands in for ours, and a maximum: the rule is lenient, so the
-largest gap that was met is reported beside the counts.
+largest gap that was met is reported beside the counts. Nor is "exact" quite so: inside, transformers' RMSNorm and
+rotary angles are computed in float32 whatever the dtype, so that a float64 pass still rounds there.
 """
 
 from __future__ import annotations

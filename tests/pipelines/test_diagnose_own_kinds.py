@@ -52,16 +52,8 @@ def own(tmp_path_factory, prompts) -> tuple[Path, Path]:
 
 
 def found(drafter: Path, target: Path, prompts: str) -> Diagnosis:
-    return diagnose(
-        DiagnoseConfig(
-            drafter=str(drafter),
-            target=str(target),
-            prompts=prompts,
-            backend="torch",
-            max_new_tokens=LENGTH,
-            limit=COUNT,
-        )  # fmt: skip
-    )
+    options = {"backend": "torch", "max_new_tokens": LENGTH, "limit": COUNT}
+    return diagnose(DiagnoseConfig(drafter=str(drafter), target=str(target), prompts=prompts, **options))
 
 
 def test_a_target_s_own_layers_are_sound_on_it(own, prompts):
