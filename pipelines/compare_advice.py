@@ -59,7 +59,7 @@ class Margin:
 
     def words(self) -> str:
         if math.isinf(self.high):
-            return f"{self.mean:+.0%}, too few timed prompts to know the noise"
+            return f"{self.mean:+.0%}, too few timed prompts to know the noise: give a larger --speed-limit"
         return f"{self.mean:+.0%}, {self.low:+.0%} to {self.high:+.0%}"
 
 
