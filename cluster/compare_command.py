@@ -48,7 +48,8 @@ def compare(
     prompt_lookup: Annotated[bool, typer.Option(help="Prompt lookup, which needs no training, takes part.")] = True,
     limit: Annotated[int, typer.Option(help="Prompts of each set that tau is counted on.")] = 40,
     speed_limit: Annotated[
-        int, typer.Option(help="Of these so many are timed; at larger batches at least two groups.")
+        int,
+        typer.Option(help="Of these so many are timed; at least three groups of the smallest batch, two of others."),
     ] = 6,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap raw prompt rows into a user turn.")] = False,
     chat_template: ChatTemplateOption = None,

@@ -97,6 +97,7 @@ class _Comparison:
         self._versions, self._commit = versions(), commit()
         self._fingerprint = target_fingerprint(target.path)
         self._done = self._total = 0
+        self._incomplete: dict[str, dict[str, Any]] = {}  # parts of this run that a later one is to measure again
 
     def leave_out(self, out: LeftOut) -> None:
         self.left_out.append(out)
@@ -118,10 +119,11 @@ class _Comparison:
 
     def _known(self, name: str) -> dict[str, Any] | None:
         """Facts, times and backend of a drafter."""
-        return self._parts.load(name, self._key(name, self.sets))
+        return self._incomplete.get(name) or self._parts.load(name, self._key(name, self.sets))
 
     def _known_pair(self, name: str, prompts: NamedPrompts) -> PairFigures | None:
-        found = self._parts.load(f"{prompts.name}--{name}", self._key(name, [prompts]))
+        part = f"{prompts.name}--{name}"
+        found = self._incomplete.get(part) or self._parts.load(part, self._key(name, [prompts]))
         return None if found is None else PairFigures.from_json(found)
 
     # -- the work -----------------------------------------------------------------------------------------------------
@@ -154,15 +156,27 @@ class _Comparison:
                 values = {
                     "facts": asdict(bench.facts(name)), "times": asdict(found), "backend": bench.engine.backend.name,
                 }  # fmt: skip
-                self._parts.save(name, self._key(name, self.sets), values)
+                self._keep(name, self._key(name, self.sets), values, complete=found.complete)
+                if not found.complete:
+                    text = f"{name}: some rounds came too seldom to be timed; another run measures it again"
+                    self._on_progress(CompareProgress(message=text))
+            self._drop_failed(bench)
         for one in self.sets:
             names = self._still(missing[one.name])
             if not names:
                 continue
-            for pair in bench.pairs(names, one, {name: self._times(name) for name in names}, self._tick):
-                key = self._key(pair.drafter, [one])
-                self._parts.save(f"{one.name}--{pair.drafter}", key, asdict(pair))
+            times = {name: self._times(name) for name in names}
+            for pair in bench.pairs(names, one, times, self._tick):
+                part, key = f"{one.name}--{pair.drafter}", self._key(pair.drafter, [one])
+                # what was timed was chosen by these times
+                self._keep(part, key, asdict(pair), complete=times[pair.drafter].complete)
             self._drop_failed(bench)
+
+    def _keep(self, part: str, key: dict[str, Any], values: dict[str, Any], *, complete: bool) -> None:
+        if complete:
+            self._parts.save(part, key, values)
+        else:
+            self._incomplete[part] = values
 
     def _drop_failed(self, bench: Bench) -> None:
         for name, reason in bench.failures.items():
@@ -195,7 +209,7 @@ class _Comparison:
         backend = next((values["backend"] for values in known.values()), "")
         exact = self.config.dtype == "float32" or backend == "native"
         unequal = [name for name in known if exact and any(
-            s.equal < s.prompts for p in pairs if p.drafter == name for s in p.speeds
+            s.equal + s.near_ties < s.prompts for p in pairs if p.drafter == name for s in p.speeds
         )]  # fmt: skip
         served = [name for name, contender in self.contenders.items() if contender.path is not None]
         sound = [pair for pair in pairs if pair.drafter not in unequal]

@@ -59,7 +59,7 @@ class Margin:
 
     def words(self) -> str:
         if math.isinf(self.high):
-            return f"{self.mean:+.0%}, too few timed prompts to know the noise"
+            return f"{self.mean:+.0%}, too few timed prompts to know the noise: give a larger --speed-limit"
         return f"{self.mean:+.0%}, {self.low:+.0%} to {self.high:+.0%}"
 
 
@@ -194,15 +194,14 @@ def _reason(name: str, shape: Shape, batch: int, pairs: Sequence[PairFigures], t
     """Tokens and cost of a round, and what in their growth with the length makes this length the best."""
     mine = [pair for pair in pairs if pair.drafter == name]
     lengths = [pair.length(shape) for pair in mine]
-    tau = statistics.fmean(one.tau or 1.0 for one in lengths)
     spent = next(t for t in times if t.drafter == name).at(batch)
-    of = spent.of(shape)
-    verify = [spent.verify_s(shape, one.offered) for one in lengths]
+    of, tau = spent.of(shape), _shown(mean_tau(mine, shape))
+    verify = [spent.verify_s(shape, one.offered) for one in lengths if one.rounds]
     known = [seconds for seconds in verify if seconds is not None]
     if not of or of.t_draft_s is None or not known or not spent.t_base_s:
-        return f"a round brings {tau:.2f} tokens"
+        return f"a round brings {tau} tokens"
     cost = (of.t_draft_s + statistics.fmean(known)) / spent.t_base_s
-    said = f"a round brings {tau:.2f} tokens in the time of {cost:.2f} plain steps"
+    said = f"a round brings {tau} tokens in the time of {cost:.2f} plain steps"
     if of.t_draft_s < FREE * spent.t_base_s:
         return f"{said}: drafting costs next to nothing ({of.t_draft_s * 1e3:.1f} ms)"
     return said + _growth(mine, spent, shape)
@@ -218,23 +217,28 @@ def _growth(mine: Sequence[PairFigures], spent: BatchTimes, shape: Shape) -> str
     if rows is None or drafting is None:
         return ""
     half = Shape(-(-chain.depth // 2))
-    taus = [statistics.fmean(pair.length(s).tau or 1.0 for pair in mine) for s in (half, chain)]
+    taus = [mean_tau(mine, s) for s in (half, chain)]
     times = f"from 1 to {chain.depth} drafts T_verify grows by {rows:.0%} and T_draft by {drafting:.0%}"
-    if rows <= FLAT and drafting <= FLAT and taus[1] >= (1 + RISING) * taus[0] and shape.drafts > half.depth:
+    middle, longest = map(_shown, taus)
+    rising = taus[0] is not None and taus[1] is not None and taus[1] >= (1 + RISING) * taus[0]
+    if rows <= FLAT and drafting <= FLAT and rising and shape.drafts > half.depth:
         return (
-            f"; there is compute to spare ({times}) and tau still rises ({taus[0]:.2f} at {half.depth} drafts, "
-            f"{taus[1]:.2f} at {chain.depth}): long blocks pay"
+            f"; there is compute to spare ({times}) and tau still rises ({middle} at {half.depth} drafts, "
+            f"{longest} at {chain.depth}): long blocks pay"
         )
     if shape.drafts <= half.depth and (rows > FLAT or drafting > FLAT):
-        return (
-            f"; length costs ({times}; tau {taus[0]:.2f} at {half.depth}, {taus[1]:.2f} at {chain.depth}): short pays"
-        )
-    return f"; {times}, tau from {mean_tau(mine, Shape(1)):.2f} to {taus[1]:.2f}"
+        return f"; length costs ({times}; tau {middle} at {half.depth}, {longest} at {chain.depth}): short pays"
+    return f"; {times}, tau from {_shown(mean_tau(mine, Shape(1)))} to {longest}"
 
 
-def mean_tau(pairs: Sequence[PairFigures], shape: Shape) -> float:
-    """Over the sets; a set without rounds counts as plain decoding."""
-    return statistics.fmean(pair.length(shape).tau or 1.0 for pair in pairs)
+def mean_tau(pairs: Sequence[PairFigures], shape: Shape) -> float | None:
+    """Over the sets that have rounds; None: none has."""
+    known = [tau for pair in pairs if (tau := pair.length(shape).tau) is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _shown(tau: float | None) -> str:
+    return "-" if tau is None else f"{tau:.2f}"
 
 
 def _rise(first: float | None, last: float | None) -> float | None:

@@ -11,11 +11,21 @@ from drafters.checkpoint import CheckpointError
 from drafters.drafter import Drafter
 from drafters.prompt_lookup import PromptLookupDrafter
 from drafters.target import Target
+from pipelines.compare_advice import LEAST_FREEDOM
 from pipelines.compare_config import CompareConfig, Shape
 from pipelines.compare_contenders import Contender
 from pipelines.compare_counting import Answer, Onlooker, first_answers, length_figures, path_mismatches, watched_answers
 from pipelines.compare_figures import DrafterFacts, DrafterTimes, LengthFigures, PairFigures, SpeedFigures
-from pipelines.compare_timing import PLAIN, groups_of, round_times, speed_figures, timed_answers, turns
+from pipelines.compare_timing import (
+    PLAIN,
+    TimedAnswers,
+    groups_of,
+    round_times,
+    speed_figures,
+    timed_answers,
+    turns,
+)
+from pipelines.near_ties import near_ties
 from serving.engine.build import DTYPES, build_engine, load_drafter_for
 from serving.engine.engine import EngineConfig
 from serving.engine.memory_plan import Form, plan_drafter
@@ -109,7 +119,10 @@ class Bench:
         by_batch = []
         for batch in self.config.batches:
             on_turn = partial(tick, f"cost of rounds at batch {batch}")
-            by_batch.append(round_times(self.engine, drafters, self.shapes, mixed, batch, on_turn))
+            found, failures = round_times(self.engine, drafters, self.shapes, mixed, batch, on_turn)
+            by_batch.append(found)
+            self.failures |= failures
+            drafters = self._working(list(drafters))
         return {name: DrafterTimes(drafter=name, batches=[one[name] for one in by_batch]) for name in drafters}
 
     def times_units(self, drafters: int) -> int:
@@ -162,19 +175,25 @@ class Bench:
 
     def pairs_units(self, drafters: int, prompts: NamedPrompts) -> int:
         """Ticks of `pairs`."""
-        groups = sum(len(groups_of(self._timed(prompts, batch), batch)) for batch in self.config.batches)
+        groups = sum(len(self._groups(prompts, batch)) for batch in self.config.batches)
         return len(prompts.prompts) + (drafters + 1) * groups
 
+    def _least_groups(self, batch: int) -> int:
+        """Of the smallest batch, which the advice is for, as many as that needs."""
+        return LEAST_FREEDOM + 1 if batch == min(self.config.batches) else 2
+
     def _timed(self, prompts: NamedPrompts, batch: int) -> list[list[int]]:
-        """The set's first prompts, enough for two groups where the set has them."""
-        return prompts.prompts[: max(self.config.speed_limit, 2 * batch)]
+        """The set's first prompts, enough for all groups where the set has them."""
+        return prompts.prompts[: max(self.config.speed_limit, self._least_groups(batch) * batch)]
+
+    def _groups(self, prompts: NamedPrompts, batch: int) -> list[list[list[int]]]:
+        return groups_of(self._timed(prompts, batch), batch, self._least_groups(batch))
 
     def _speeds(
         self, shapes: dict[str, Shape], prompts: NamedPrompts, answers: list[Answer], batch: int, tick: Tick
     ) -> dict[str, SpeedFigures]:
-        timed = self._timed(prompts, batch)
-        groups = groups_of(timed, batch)
-        same = first_answers(answers[: len(timed)], batch * len(groups))
+        groups = self._groups(prompts, batch)
+        same = first_answers(answers[: len(self._timed(prompts, batch))], batch * len(groups))
         found = timed_answers(
             self.engine, self._working(list(shapes)), shapes, groups, self.config.max_new_tokens,
             partial(tick, f"{prompts.name}: speed at batch {batch}"),
@@ -182,11 +201,21 @@ class Bench:
         for name in shapes:
             if (failure := found[name].failure) is not None:
                 self.failures[name] = failure
-        return {
-            name: speed_figures(found[name], found[PLAIN], batch, shape, length_figures(same, name, shape).tau)
-            for name, shape in shapes.items()
-            if name not in self.failures
-        }
+        speeds = {}
+        for name in self._working(list(shapes)):
+            tau, ties = length_figures(same, name, shapes[name]).tau, self._near_ties(found[name], found[PLAIN], groups)
+            speeds[name] = replace(speed_figures(found[name], found[PLAIN], batch, shapes[name], tau), near_ties=ties)
+        return speeds
+
+    def _near_ties(self, drafted: TimedAnswers, plain: TimedAnswers, groups: list[list[list[int]]]) -> int:
+        """Answers that part from plain decoding's only where rounding may: never on the native backend, which sums in
+        one order whatever the rows. In bfloat16 most do, and the target in a wider dtype is not loaded for that."""
+        if self.engine.backend.name == "native" or self.config.dtype != "float32":
+            return 0
+        prompts = [prompt for group in groups for prompt in group]
+        answers = zip(prompts, drafted.answers, plain.answers, strict=True)
+        parted = [(prompt, got, expected) for prompt, got, expected in answers if got != expected]
+        return sum(near_ties(parted, self.target.path, DTYPES[self.config.dtype], self.config.device))
 
 
 def with_speeds(lengths: Sequence[LengthFigures], times: DrafterTimes) -> list[LengthFigures]:

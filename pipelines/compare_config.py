@@ -45,7 +45,7 @@ class CompareConfig:
     prompts: tuple[str, ...] = ("gsm8k_test",)  # sets: shipped names, files or URIs; never what a drafter learned from
     output: str = "draftloop-out/compare"  # folder, path or URI
     limit: int = 40  # prompts of each set that tau is counted on
-    speed_limit: int = 6  # prompts of each set that are timed, the first ones; of a large batch more, two groups
+    speed_limit: int = 6  # prompts of each set that are timed, the first ones; more where that is too few groups
     chat: bool = False  # wrap raw `prompt` rows into a user turn
     chat_options: ChatOptions = field(default_factory=ChatOptions)
     max_new_tokens: int = 96  # per prompt

@@ -21,6 +21,7 @@ from drafters.acceptance import Acceptance
 from drafters.drafter import Drafter, DraftReply, DraftRequest, empty_reply
 from pipelines.compare_config import Shape
 from pipelines.compare_figures import LengthFigures
+from pipelines.token_paths import Rejection, share_of_path_mismatches, token_text
 from serving.engine.engine import Engine
 from serving.engine.sampling import Sampling
 
@@ -242,8 +243,6 @@ def length_figures(answers: Sequence[Answer], drafter: str, shape: Shape) -> Len
 
 def path_mismatches(answers: Sequence[Answer], drafter: str, chain: Shape, tokenizer: Any) -> tuple[int, float | None]:
     """(rounds in which a draft was refused, the share of them in which only the token boundaries were to blame)."""
-    from pipelines.token_paths import Rejection, share_of_path_mismatches, token_text
-
     rejections = []
     for answer in answers:
         for place, drafted, (drafts, _, kept) in answer.rounds(drafter, chain):

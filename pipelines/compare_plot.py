@@ -69,7 +69,7 @@ def _draw(above: Axes, below: Axes, pair: PairFigures, colour: str, batch: int) 
         look: dict[str, Any] = {
             "color": colour, "marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4,
         }  # fmt: skip
-        above.plot(drafts, [one.tau or 1.0 for one in lengths], **look)
+        above.plot(drafts, [float("nan") if one.tau is None else one.tau for one in lengths], **look)
         predicted = [one.s_predicted[0] for one in lengths]
         below.plot(drafts, [float("nan") if s is None else s for s in predicted], **look)
     speed = pair.speed(batch)

@@ -52,10 +52,11 @@ def set_table(report: CompareReport, prompt_set: str) -> TextTable:
     batches = report.config["batches"]
     first = batches[0]
     heads = [
-        "", "drafts", "tau", "acceptance by position", "T_draft, ms", "T_verify, ms", "S_predicted",
+        "", "drafts", "tau", "acceptance by position",
+        *(f"{what} {_at(batches)}" for what in ("T_draft, ms,", "T_verify, ms,", "S_predicted")),
         *(f"S_measured, tokens/s at {batch}" for batch in batches), "token-path mismatches", "equal to plain",
     ]  # fmt: skip
-    plain = ["plain decoding", "", "1", "", "", "", ""] + [
+    plain = ["plain decoding", "", "-", "", "", "", ""] + [
         f"1, {pairs[0].speed(batch).tokens_per_s_plain:.1f}" if pairs else "" for batch in batches
     ]
     base = next((pair.speed(first).t_base_s for pair in pairs), None)
@@ -63,8 +64,8 @@ def set_table(report: CompareReport, prompt_set: str) -> TextTable:
     timed = pairs[0].speed(first).prompts if pairs else 0
     title = f"{prompt_set}: {facts.prompts} prompts, {timed} of them timed, T_base {_ms(base)} ms at batch {first}"
     note = (
-        f"tau is counted along the target's answers to all prompts; times are those of the timed ones at batch "
-        f"{first}; "
+        "tau is counted along the target's answers to all prompts; T_draft, T_verify and S_predicted are those of the "
+        f"drafts that were timed, {_at(batches)}; "
         "S_predicted = T_base * tau / (T_draft + T_verify), by times of rounds of all shapes in turns; in brackets "
         "quartiles over groups of prompts, and the drafts where they are others than in the second column. Acceptance "
         "by position and mismatches are those of the longest chain."
@@ -78,12 +79,28 @@ def _pair_row(pair: PairFigures, batches: Sequence[int]) -> list[str]:
     length = pair.length(speed.shape)
     mismatches = "" if pair.path_mismatch_share is None else f"{pair.path_mismatch_share:.0%} of {pair.rejections}"
     return [
-        pair.drafter, speed.shape.name, _cell(length.tau),
+        pair.drafter, speed.shape.name, _cell(length.tau) or "-",
         " ".join(f"{share:.2f}" for share in pair.longest_chain().acceptance_by_position),
-        _ms(speed.t_draft_s), _ms(speed.t_verify_s), _cell(length.s_predicted[0]),
+        _by_batch([_ms(pair.speed(batch).t_draft_s) for batch in batches]),
+        _by_batch([_ms(pair.speed(batch).t_verify_s) for batch in batches]),
+        _by_batch([_cell(pair.length(pair.speed(b).shape).s_predicted[i]) for i, b in enumerate(batches)]),
         *(_speed_cell(pair.speed(batch), speed.shape) for batch in batches), mismatches,
-        f"{sum(s.equal for s in pair.speeds)} of {sum(s.prompts for s in pair.speeds)}",
+        _equal_cell(pair.speeds),
     ]  # fmt: skip
+
+
+def _equal_cell(speeds: Sequence[SpeedFigures]) -> str:
+    ties = sum(s.near_ties for s in speeds)
+    cell = f"{sum(s.equal for s in speeds)} of {sum(s.prompts for s in speeds)}"
+    return f"{cell}, {ties} part at near-ties" if ties else cell
+
+
+def _at(batches: Sequence[int]) -> str:
+    return f"at {' / '.join(map(str, batches))}"
+
+
+def _by_batch(cells: Sequence[str]) -> str:
+    return " / ".join(cell or "-" for cell in cells)
 
 
 def _speed_cell(speed: SpeedFigures, usual: Shape) -> str:
@@ -100,7 +117,7 @@ def length_table(report: CompareReport, prompt_set: str) -> TextTable:
     columns = list(dict.fromkeys(shape.name for shape in sorted(shapes, key=lambda s: (s.nodes, s.depth))))
     rows = []
     for pair in pairs:
-        cells = {one.shape.name: f"{_cell(one.tau)} / {_cell(one.s_predicted[0])}" for one in pair.lengths}
+        cells = {one.shape.name: _by_batch([_cell(one.tau), _cell(one.s_predicted[0])]) for one in pair.lengths}
         speed = pair.speed(batch)
         cells[speed.shape.name] += f" ({speed.s_measured:.2f}*)"
         rows.append([pair.drafter, *(cells.get(column, "") for column in columns)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from drafters.acceptance import Acceptance
@@ -58,8 +58,8 @@ def round_times(
     prompts: Prompts,
     batch: int,
     on_turn: Callable[[], None],
-) -> dict[str, BatchTimes]:
-    """Medians of every drafter's shapes in batches of `batch`, by drafter."""
+) -> tuple[dict[str, BatchTimes], dict[str, str]]:
+    """(medians of every drafter's shapes in batches of `batch`, why some have none), both by drafter."""
     contenders: dict[str, Drafter | None] = {PLAIN: None} | {n: FullChains(d) for n, d in drafters.items()}
     wanted = {PLAIN: [PLAIN_SHAPE]} | shapes
     stats = {(name, shape): EngineStats() for name in contenders for shape in wanted[name]}
@@ -73,7 +73,9 @@ def round_times(
             on_turn()
     engine.set_drafter(None)
     t_base = stats[PLAIN, PLAIN_SHAPE].timings.t_base(batch)
-    return {
+    fallbacks = {name: [r for shape in shapes[name] for r in stats[name, shape].fallbacks] for name in drafters}
+    failures = {name: _failed(reasons) for name, reasons in fallbacks.items() if reasons}
+    times = {
         name: BatchTimes(
             batch=batch,
             t_base_s=t_base,
@@ -88,7 +90,13 @@ def round_times(
             ],
         )
         for name in drafters
+        if name not in failures
     }
+    return times, failures
+
+
+def _failed(reasons: Iterable[str]) -> str:
+    return f"it failed while it drafted ({', '.join(dict.fromkeys(reasons))})"
 
 
 def turns(drafters: int) -> int:
@@ -147,10 +155,10 @@ class TimedAnswers:
         return sum(self.tokens) / sum(self.seconds)
 
 
-def groups_of(prompts: Prompts, batch: int) -> list[list[list[int]]]:
-    """Groups of `batch` prompts, two at least, so that there is a spread; from the beginning again where there are too
-    few."""
-    count = max(2, -(-len(prompts) // batch))
+def groups_of(prompts: Prompts, batch: int, least: int = 2) -> list[list[list[int]]]:
+    """Groups of `batch` prompts, `least` of them, so that there is a spread; from the beginning again where there are
+    too few."""
+    count = max(least, -(-len(prompts) // batch))
     return [[list(prompts[(g * batch + i) % len(prompts)]) for i in range(batch)] for g in range(count)]
 
 
@@ -177,7 +185,7 @@ def timed_answers(
         seconds = time.perf_counter() - started
         timed = found[name]
         if engine.stats.fallbacks:
-            timed.failure = f"it failed while it drafted ({', '.join(engine.stats.fallbacks)})"
+            timed.failure = _failed(engine.stats.fallbacks)
             return
         timed.seconds.append(seconds)
         timed.tokens.append(sum(len(completion.token_ids) for completion in completions))

@@ -25,7 +25,7 @@ from drafters.remote_checkpoint import local_checkpoint
 from drafters.target import Target, TargetError, load_target, shared_weights
 from pipelines.diagnose_answers import Answer, decode_answers
 from pipelines.diagnose_files import DrafterFiles, read_files, recorded_checks, template_check
-from pipelines.diagnose_fingerprint import fingerprint_check
+from pipelines.diagnose_fingerprint import FINGERPRINT, OTHER_TARGET_MEND, fingerprint_check, import_again
 from pipelines.diagnose_measure import Measuring
 from pipelines.diagnose_prompts import PromptsTrial, other_prompts, read_rows
 from pipelines.diagnose_report import DAMAGED, Check, Diagnosis, TrialResult, findings_of
@@ -79,7 +79,7 @@ def diagnose(config: DiagnoseConfig, on_progress: OnProgress | None = None) -> D
         files.checks += recorded_checks(files.config, files.provenance)
         files.checks.append(fingerprint_check(files.config, files.provenance, target))
         files.checks += _layers_missing(files.config, target)
-    module = None if files.damaged else _loaded(files, target)
+    module = None if files.damaged else _loaded(files, files.folder, target)
     if module is None:
         return _report(config, files, None)
     return Examination(config, target, files, module, say).diagnosis()
@@ -91,29 +91,41 @@ def _layers_missing(config: DrafterConfig, target: Target) -> list[Check]:
     if not beyond:
         return []
     evidence = f"config.json taps layer {beyond[-1]}, the target's are 0 to {target.num_layers - 1}"
-    says, mend = (
-        "tapped layers that the target does not have",
-        "count layers from 0 at the first decoder layer's output",
-    )
-    return [Check(name="layers", grade="fault", evidence=evidence, cause="layers", says=says, mend=mend, rank=DAMAGED)]
+    cause, says = "layers", "tapped layers that the target does not have"
+    mend = "count layers from 0 at the first decoder layer's output"
+    if again := import_again(config):
+        cause, says, mend = "fingerprint", "it was made for another target", again
+    return [Check(name="layers", grade="fault", evidence=evidence, cause=cause, says=says, mend=mend, rank=DAMAGED)]
 
 
-def _loaded(files: DrafterFiles, target: Target) -> DrafterModule | None:
-    """The drafter, whichever target it was made for; None, with a check that says why, if it cannot be loaded."""
+def _loaded(files: DrafterFiles, folder: Path, target: Target) -> DrafterModule | None:
+    """The drafter in a folder, whichever target it was made for; None, with a check that says why, if it cannot be
+    loaded."""
+    known = next((check for check in files.checks if check.name == FINGERPRINT), None)
+    stranger = known is not None and known.cause == "fingerprint"
     try:
-        return load_unguarded(files.folder, target.path)
-    except TargetError:
-        raise
-    except CheckpointError as error:
-        wrong_ids = any(words in str(error) for words in ("outside the vocabulary", "do not ascend"))
-        mended = _with_token_ids(files) if wrong_ids else None
-        says = "the draft vocabulary's token ids are off" if wrong_ids else "it cannot be loaded"
-        evidence = str(error) + ("; draft_vocab_ids + index are ascending token ids" if mended else "")
-        mend = "write draft_vocab_ids anew: index + d2t" if mended else "convert or train it anew"
-        files.checks.append(_not_loaded("vocabulary" if wrong_ids else "files", says, evidence, mend))
-    except ValueError as error:  # the module's own words: it is of another width or vocabulary
-        mended, mend = None, "give it its own target, or train a drafter for this one"
-        files.checks.append(_not_loaded("fingerprint", "it was made for another target", str(error), mend))
+        return load_unguarded(folder, target.path)
+    except (ValueError, AttributeError, LookupError) as error:  # a target of another build may bring about any of them
+        words = str(error)
+        if any(part in words for part in ("outside the vocabulary", "do not ascend")):
+            return _with_other_ids(files, words, target)
+        if isinstance(error, CheckpointError) and not stranger:
+            files.checks.append(_not_loaded("files", "it cannot be loaded", words, "convert or train it anew"))
+            return None
+        fits = known is not None and known.grade == "ok"
+        if not stranger and (isinstance(error, TargetError) or (fits and not isinstance(error, ValueError))):
+            raise
+        mend = OTHER_TARGET_MEND
+        files.checks.append(_not_loaded("fingerprint", "it was made for another target", words, mend))
+        return None
+
+
+def _with_other_ids(files: DrafterFiles, words: str, target: Target) -> DrafterModule | None:
+    """The drafter with the token ids that its draft vocabulary seems to mean, if they can be made out."""
+    mended = _with_token_ids(files)
+    evidence = words + ("; draft_vocab_ids + index are ascending token ids" if mended else "")
+    mend = "write draft_vocab_ids anew: index + d2t" if mended else "convert or train it anew"
+    files.checks.append(_not_loaded("vocabulary", "the draft vocabulary's token ids are off", evidence, mend))
     if mended is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +133,7 @@ def _loaded(files: DrafterFiles, target: Target) -> DrafterModule | None:
             if (files.folder / name).exists():
                 (Path(folder) / name).write_bytes((files.folder / name).read_bytes())
         save_file(mended, Path(folder) / WEIGHTS)
-        return load_unguarded(Path(folder), target.path)
+        return _loaded(files, Path(folder), target)
 
 
 def _not_loaded(cause: str, says: str, evidence: str, mend: str) -> Check:
@@ -233,13 +245,14 @@ class Examination:
                 self._say(self._done + len(self.trials), self._steps, f"trying {trial.trial.name}")
                 answers = decode_answers(self.engine, rows, self.config.max_new_tokens)
                 there = Measuring(self.module, answers, self.number)
-                found.append((trial.trial, trial.result(measuring, there)))
+                if (result := trial.result(measuring, there)) is not None:
+                    found.append((trial.trial, result))
         return found
 
     def _served(self, measuring: Measuring) -> ParityResult:
         """The engine drafts on the same prompts."""
         self._say(self._done + len(self.trials), self._steps, "drafting in the engine")
-        fits = any(check.name == "fingerprint" and check.grade == "ok" for check in self.files.checks)
+        fits = any(check.name == FINGERPRINT and check.grade == "ok" for check in self.files.checks)
         loads = not any(check.name == "loading" for check in self.files.checks)
         if fits and loads:
             drafter = load_drafter_for(self.engine.backend, self.files.folder, self.target.path)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.target import SharedWeights
 from pipelines.prompts import PromptRow
 from pipelines.training_sequence import TrainingSequence
 from serving.engine.engine import Engine
@@ -39,14 +40,14 @@ class Answer:
         token beyond."""
         return max(0, len(self.ids_T) - self.prompt_len - num_draft_tokens - 1)
 
-    def tapped(self, layers: Sequence[int], embedding_VD: Tensor | None = None) -> Tensor:
-        """[T - 1, taps * D] features as a drafter that taps these layers is given them."""
+    def tapped(self, layers: Sequence[int], shared: SharedWeights | None = None) -> Tensor:
+        """[T - 1, taps * D] features as a drafter that taps these layers is given them; EMBEDDING needs `shared`."""
         parts = []
         for layer in layers:
             if layer == EMBEDDING:
-                assert embedding_VD is not None
-                embedded_TD = F.embedding(self.ids_T[:-1].to(embedding_VD.device), embedding_VD)
-                parts.append(embedded_TD.to("cpu", self.features_TLD.dtype))
+                assert shared is not None
+                embedded_TD = F.embedding(self.ids_T[:-1].to(shared.embedding_VD.device), shared.embedding_VD)
+                parts.append((embedded_TD * shared.embedding_scale).to("cpu", self.features_TLD.dtype))
             else:
                 parts.append(self.features_TLD[:, self.layers.index(layer)])
         return torch.cat(parts, dim=-1) if parts else self.features_TLD.new_zeros((len(self.features_TLD), 0))

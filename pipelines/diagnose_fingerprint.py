@@ -6,10 +6,12 @@ tapped layers, and the chat template that the provenance names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from drafters.drafter_module import DrafterConfig
+from drafters.gemma_assistant import GemmaAssistantConfig
+from drafters.own_mtp_module import OwnMtpConfig
 from drafters.target import (
     Target,
     dflash_target_layer_ids,
@@ -21,7 +23,8 @@ from drafters.target import (
 from pipelines.diagnose_report import RECORDED, Check
 
 Layers = tuple[int, ...]
-NAME = "fingerprint"
+FINGERPRINT = "fingerprint"
+OTHER_TARGET_MEND = "give it its own target, or train a drafter for this one"
 WORDS = {"chat_template": "chat template"}
 
 
@@ -31,13 +34,13 @@ def fingerprint_check(config: DrafterConfig, provenance: Mapping[str, Any], targ
     layers = tuple(config.target_layer_ids)
     parts = fingerprinted(target.path)
     if recorded is None:
-        return Check(name=NAME, grade="note", evidence="the provenance names no target")
+        return Check(name=FINGERPRINT, grade="note", evidence="the provenance names no target")
     if fingerprint_of(parts, layers) == recorded:
-        return Check(name=NAME, grade="ok", evidence="made for this target and these layers")
+        return Check(name=FINGERPRINT, grade="ok", evidence="made for this target and these layers")
     template = _trained_template(provenance)
     for candidate in (layers, *layer_candidates(layers, target.num_layers)):
         if fingerprint_of(parts, candidate) == recorded:
-            return _other_layers(layers, candidate)
+            return _other_layers(config, candidate)
         if template and fingerprint_of(parts | {"chat_template": template}, candidate) == recorded:
             return _other_part("its target had another chat template", "chat template", cause="template")
     return _other_part(*_explained(provenance, target, template is not None and template == parts["chat_template"]))
@@ -63,16 +66,29 @@ def _trained_template(provenance: Mapping[str, Any]) -> str | None:
     return found if own and isinstance(found, str) else None
 
 
-def _other_layers(layers: Layers, trained: Layers) -> Check:
+def layers_mend(config: DrafterConfig, layers: Sequence[int]) -> str:
+    """How the drafter is made to read these layers."""
+    shown = f"set target_layer_ids to {list(layers)} in config.json (0: the first decoder layer's output)"
+    return import_again(config) or shown
+
+
+def import_again(config: DrafterConfig) -> str | None:
+    """The mend for kinds that targets come with, whose layers follow from the target; None for others."""
+    own = isinstance(config, OwnMtpConfig | GemmaAssistantConfig)
+    return "import it again for its own target with `draftloop import`" if own else None
+
+
+def _other_layers(config: DrafterConfig, trained: Layers) -> Check:
+    layers = tuple(config.target_layer_ids)
     steps = {before - now for now, before in zip(layers, trained, strict=True)}
     off = f"off by {'one' if steps <= {0, 1} or steps <= {-1, 0} else 'more than one'}"
     return Check(
-        name=NAME,
+        name=FINGERPRINT,
         grade="fault",
         evidence=f"the target's fingerprint fits with layers {list(trained)}, config.json has {list(layers)}",
         cause="layers",
         says=f"tapped layers {off}",
-        mend=f"set target_layer_ids to {list(trained)} in config.json",
+        mend=layers_mend(config, trained),
         rank=RECORDED + 3,
     )
 
@@ -92,11 +108,11 @@ def _explained(provenance: Mapping[str, Any], target: Target, same_template: boo
 
 def _other_part(says: str, part: str, cause: str = "fingerprint") -> Check:
     return Check(
-        name=NAME,
+        name=FINGERPRINT,
         grade="fault",
         evidence=f"made for another target; what differs: {part}",
         cause=cause,
         says=says,
-        mend="give it its own target, or train a drafter for this one",
+        mend=OTHER_TARGET_MEND,
         rank=RECORDED + 1,
     )

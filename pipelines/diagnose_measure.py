@@ -48,8 +48,8 @@ class Measured:
 
 
 def _tau(rounds: Sequence[PromptRounds]) -> float:
-    count = sum(r.rounds for r in rounds)
-    return sum(r.gained for r in rounds) / count if count else 1.0
+    """Of answers with at least a round."""
+    return sum(r.gained for r in rounds) / sum(r.rounds for r in rounds)
 
 
 class Measuring:
@@ -166,7 +166,7 @@ def _each_a_round(accepted: Sequence[int]) -> PromptRounds:
 
 
 def result_of(measured: Measured, *, confirmed: bool) -> TrialResult:
-    """Both taus, and where the gain lies."""
+    """Both taus, and where the gain lies. There must be an answer on which both sides had rounds."""
     trial, pairs = measured.trial, with_rounds(measured.pairs)
     facts: dict[str, Any] = {"cause": trial.cause, "name": trial.name, "confirmed": confirmed, "confidence": CONFIDENCE}
     if len(pairs) < LEAST_PROMPTS:

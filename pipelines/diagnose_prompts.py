@@ -50,15 +50,15 @@ class PromptsTrial:
     trial: Trial
     options: ChatOptions
 
-    def result(self, now: Measuring, there: Measuring) -> TrialResult:
-        """Acceptance on both kinds of prompts, of the rows that have both."""
+    def result(self, now: Measuring, there: Measuring) -> TrialResult | None:
+        """Acceptance on both kinds of prompts, of the rows that have both; None: there are no such rows."""
         other = {answer.prompt_id: answer for answer in there.answers}
         pairs = [
             (PromptRounds.of(now.acceptance([a])), PromptRounds.of(there.acceptance([other[a.prompt_id]])))
             for a in now.answers
             if a.prompt_id in other
         ]
-        return result_of(Measured(self.trial, pairs), confirmed=True)
+        return result_of(Measured(self.trial, pairs), confirmed=True) if pairs else None
 
 
 def other_prompts(files: DrafterFiles, target: Target, options: ChatOptions, tau: float | None) -> list[PromptsTrial]:

@@ -7,10 +7,9 @@ Whatever a kind of drafter does not have is not tried.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,8 @@ from drafters.drafter_module import DrafterModule
 from drafters.target import SharedWeights, Target
 from drafters.training_batch import TrainingBatch
 from pipelines.diagnose_answers import EMBEDDING, Answer
+from pipelines.diagnose_changes import causal_blocks, with_config, with_theta, with_vocabulary
+from pipelines.diagnose_fingerprint import import_again, layers_mend
 from pipelines.mask_token import mask_candidates
 
 THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)  # bases of rotary embeddings in use
@@ -114,15 +115,15 @@ def _layer_trial(known: Known, layers: tuple[int, ...], says: str) -> Trial:
     shown = ", ".join("embedding" if layer == EMBEDDING else str(layer) for layer in layers)
     steps = {other - layer for other, layer in zip(layers, known.layers, strict=True)}
     by = f"layers {steps.pop():+d} ({shown})" if len(steps) == 1 else f"layers {shown}"
-    mend = f"set target_layer_ids to [{shown}] in config.json (0: the first decoder layer's output)"
-    if EMBEDDING in layers:
+    mend = layers_mend(known.module.config, layers)
+    if EMBEDDING in layers and not import_again(known.module.config):
         mend = "train it on outputs of decoder layers: the engine does not hand over the embedding"
     return Trial(
         cause="layers",
         says=says,
         name=by,
         mend=mend,
-        features=lambda answer: answer.tapped(layers, known.shared.embedding_VD),
+        features=lambda answer: answer.tapped(layers, known.shared),
     )
 
 
@@ -222,18 +223,8 @@ def _mask_trials(known: Known) -> Iterator[Trial]:
                 says="the mask token is not the one of its training",
                 name=f"mask token {token} ({name})",
                 mend=f"set mask_token_id to {token} in config.json",
-                change=partial(_with_config, mask_token_id=int(token)),
+                change=partial(with_config, mask_token_id=int(token)),
             )
-
-
-@contextmanager
-def _with_config(module: DrafterModule, **changes: Any) -> Iterator[None]:
-    before: Any = module.config
-    module.config = replace(before, **changes)
-    try:
-        yield
-    finally:
-        module.config = before
 
 
 def _causal_trial() -> Trial:
@@ -246,23 +237,6 @@ def _causal_trial() -> Trial:
     )
 
 
-@contextmanager
-def causal_blocks(module: DrafterModule) -> Iterator[None]:
-    """Slots of a DFlash drafter see the slots before them alone."""
-    assert isinstance(module, DFlashModule)
-
-    def hide_later(_layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, angles, attend = inputs
-        later_SS = torch.ones((x.shape[-2], x.shape[-2]), dtype=torch.bool, device=x.device).triu(1)
-        hidden_SS = attend.keywords["own_blocked_SS"]
-        return x, angles, partial(attend, own_blocked_SS=later_SS if hidden_SS is None else hidden_SS | later_SS)
-
-    with contextlib.ExitStack() as stack:
-        for layer, _ in module.stack():
-            stack.callback(layer.register_forward_pre_hook(hide_later).remove)
-        yield
-
-
 def _rotary_trials(module: DrafterModule) -> Iterator[Trial]:
     own = getattr(module.config, "rope_theta", None)
     for theta in THETAS:
@@ -272,19 +246,8 @@ def _rotary_trials(module: DrafterModule) -> Iterator[Trial]:
                 says="rope_theta is not that of its training",
                 name=f"rope_theta {theta:g}",
                 mend=f"set rope_theta to {theta:g} in config.json",
-                change=partial(_with_theta, theta=theta),
+                change=partial(with_theta, theta=theta),
             )
-
-
-@contextmanager
-def _with_theta(module: DrafterModule, theta: float) -> Iterator[None]:
-    before: Any = module.inverse_frequency
-    exponent = torch.arange(len(before), dtype=torch.float32, device=before.device) / len(before)
-    module.inverse_frequency = theta**-exponent
-    try:
-        yield
-    finally:
-        module.inverse_frequency = before
 
 
 def _vocabulary_trials(known: Known) -> Iterator[Trial]:
@@ -309,22 +272,5 @@ def _vocabulary_trials(known: Known) -> Iterator[Trial]:
                 says="the draft vocabulary's token ids are off",
                 name=name,
                 mend="write draft_vocab_ids anew: ascending token ids of the target (index + d2t, of offsets)",
-                change=partial(_with_vocabulary, shared=known.shared, ids_W=other_W),
+                change=partial(with_vocabulary, shared=known.shared, ids_W=other_W),
             )
-
-
-@contextmanager
-def _with_vocabulary(module: DrafterModule, shared: SharedWeights, ids_W: Tensor) -> Iterator[None]:
-    before_W = module.draft_vocab_ids.clone()
-    like = module.lm_head_WD
-
-    def bind(ids: Tensor) -> None:
-        module.draft_vocab_ids.copy_(ids)
-        module.bind(shared)
-        module.to(device=like.device, dtype=like.dtype)
-
-    bind(ids_W)
-    try:
-        yield
-    finally:
-        bind(before_W)

@@ -18,10 +18,9 @@ import torch
 
 from drafters.drafter import Drafter
 from drafters.drafter_module import DrafterModule
-from drafters.target import load_model
 from pipelines.features import read_features
 from pipelines.gate_prompts import GatePrompt
-from pipelines.near_ties import WIDER, find_parting, logits_of
+from pipelines.near_ties import near_ties
 from pipelines.paired_bootstrap import PLAIN_ROUNDS, PromptRounds
 from pipelines.parity import ParityResult, measure_parity, parity_cases
 from pipelines.training_sequence import TrainingSequence
@@ -163,13 +162,7 @@ def parted_answers(
         for way, answer in r.answers.items()
         if answer != r.answers["plain"]
     ]
-    if not parted:
-        return []
     if rounding is None:
         return [PartedAnswer(way, near_tie=False) for way, *_ in parted]
-    exact, rounded = (logits_of(load_model(target_path, dtype, device)) for dtype in (WIDER[rounding], rounding))
-    found = []
-    for way, prompt_ids, got, expected in parted:
-        parting = find_parting(prompt_ids, got, expected, exact, rounded)
-        found.append(PartedAnswer(way, parting is not None and parting.near_tie))
-    return found
+    judged = near_ties([(ids, got, expected) for _, ids, got, expected in parted], target_path, rounding, device)
+    return [PartedAnswer(way, near_tie) for (way, *_), near_tie in zip(parted, judged, strict=True)]

@@ -5,16 +5,20 @@ In: the target's logits for the common prefix, rounded, in the dtype that decode
 over the vocabulary, a shift that all of them share (the median) left out; so it can only make a token the argmax that
 lies within 2 * error of the exact top. Both tokens within that bound: a near-tie. Any other token has another cause.
 The error is that of transformers' own pass, which stands in for ours, and a maximum: the rule is lenient, so the
-largest gap that was met is reported beside the counts.
+largest gap that was met is reported beside the counts. Nor is "exact" quite so: inside, transformers' RMSNorm and
+rotary angles are computed in float32 whatever the dtype, so that a float64 pass still rounds there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from drafters.target import load_model
 
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}  # dtype of the exact logits, by the engine's own
 
@@ -91,6 +95,20 @@ def find_parting(
     ties = [tie(exact_NV[i], rounded_NV[i], (got[at + i],)) for i in range(1, rows)]
     stray = next((at + i for i, later in enumerate(ties, start=1) if not later.near), None)
     return Parting(at, expected[at], got[at], tie(exact_NV[0], rounded_NV[0], (expected[at], got[at])), stray)
+
+
+def near_ties(
+    parted: Sequence[tuple[list[int], list[int], list[int]]], target_path: Path, rounding: torch.dtype, device: str
+) -> list[bool]:
+    """Of (prompt, answer, reference), by turns: whether rounding explains that the answer is not its reference.
+
+    `rounding` is the dtype that decoded; the target is loaded anew, in this dtype and in a wider one.
+    """
+    if not parted:
+        return []
+    exact, rounded = (logits_of(load_model(target_path, dtype, device)) for dtype in (WIDER[rounding], rounding))
+    found = [find_parting(prompt_ids, got, expected, exact, rounded) for prompt_ids, got, expected in parted]
+    return [parting is not None and parting.near_tie for parting in found]
 
 
 def logits_of(model: torch.nn.Module) -> Logits:

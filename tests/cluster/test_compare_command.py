@@ -13,7 +13,6 @@ from tests.toy_mtp import save_toy_drafter
 
 @pytest.fixture
 def arguments(tmp_path, toy_target_dir, monkeypatch) -> list[str]:
-    monkeypatch.setattr("pipelines.compare_bench.path_mismatches", lambda *arguments: (3, 0.5))
     for name, value in (("PAUSE_S", 0.0), ("PASSES", 1), ("SAMPLES", 1)):
         monkeypatch.setattr(f"pipelines.compare_timing.{name}", value)
     file = tmp_path / "counting.jsonl"

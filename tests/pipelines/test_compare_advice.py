@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -151,6 +152,15 @@ def test_sets_that_differ_are_no_noise():
     assert found.drafter == "mtp"
     assert found.speed == pytest.approx((1.1 * 2.8) ** 0.5, rel=0.01)
     assert "choose mtp with a chain of 2 on maths and a chain of 4 on russian: S 1.75" in found.line
+
+
+def test_a_set_without_rounds_is_left_out_of_means():
+    none = [replace(one, rounds=0, tau=None, offered=[0.0] * (one.depth + 1)) for one in pair("mtp", 1.5).lengths]
+    short = replace(pair("mtp", 1.5, prompt_set="short"), lengths=none)
+    found = advice(([pair("mtp", 1.5), short], times("mtp")))
+    assert "1.90 tokens in the time of 1.30 plain steps" in found.line
+    assert "tau 1.90 at 2, 2.00 at 4" in found.line
+    assert "a round brings - tokens" in advice((short, times("mtp"))).line
 
 
 def test_the_interval_is_students():

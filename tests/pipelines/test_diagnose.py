@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +29,10 @@ from drafters.target import (
 )
 from pipelines.diagnose import DiagnoseConfig, diagnose
 from pipelines.diagnose_answers import Answer, decode_answers
+from pipelines.diagnose_changes import causal_blocks
+from pipelines.diagnose_prompts import PromptsTrial
 from pipelines.diagnose_report import Diagnosis
-from pipelines.diagnose_trials import causal_blocks
+from pipelines.diagnose_trials import Trial
 from pipelines.expected_acceptance import expected_acceptance
 from pipelines.prompts import PromptRow
 from pipelines.step_config import StepConfig
@@ -226,6 +229,12 @@ def test_prompts_made_otherwise_than_in_training(tmp_path):
     assert "prompts of its training: tau 4.00, against 1.00 as it is" in result.headline
     assert any("thinking on; used with thinking default" in line for line in result.findings[0].evidence)
     assert found(drafter, target_dir, str(chats), chat_options=ChatOptions(thinking="on")).verdict == "sound"
+
+
+def test_other_prompts_without_an_answer_long_enough_prove_nothing():
+    trial = PromptsTrial(Trial(cause="template", says="", name="", mend=""), ChatOptions())
+    nothing: Any = SimpleNamespace(answers=[])
+    assert trial.result(nothing, nothing) is None
 
 
 # -- faults of its training -------------------------------------------------------------------------------------------
