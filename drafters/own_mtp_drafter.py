@@ -90,7 +90,8 @@ class OwnMtpDrafter:
         device, width = hidden.device, hidden.shape[1]
         # the known tokens, and behind them the drafts; past those zeros, for rows that the next round runs again
         line = F.pad(pad_sequence([run.tokens_W for run in runs], batch_first=True), (0, self._layers))
-        slots, firsts, counts = torch.tensor([[r.slot, r.first, len(r.tokens_W)] for r in runs], device=device).T
+        slots = [run.slot for run in runs]
+        firsts, counts = torch.tensor([[run.first, len(run.tokens_W)] for run in runs], device=device).T
         entries_BW = firsts[:, None] + torch.arange(width, device=device)
         row_B, newest, end = torch.arange(len(runs), device=device), counts - 1, max(r.first for r in runs) + width
         drafts: list[Tensor] = []
@@ -110,12 +111,12 @@ class OwnMtpDrafter:
         return self.module.draft_vocab_ids[self.module.head(hidden_BD).argmax(dim=-1)]
 
     def _layer(
-        self, index: int, slots_B: Tensor, tokens_BW: Tensor, hidden_BWD: Tensor, entries_BW: Tensor, end: int
+        self, index: int, slots: list[int], tokens_BW: Tensor, hidden_BWD: Tensor, entries_BW: Tensor, end: int
     ) -> Tensor:
         """A layer over W rows per sequence, the pair p = entry of each; a slot's first `end` entries are looked at."""
         behind_BWL = entries_BW[:, :, None] - torch.arange(end, device=entries_BW.device)
         seen_BWL = (behind_BWL >= 0) & within(self.module.windows[index], behind_BWL)
-        view = _SlotView(self._keys, self._values, slots_B, entries_BW, end)
+        view = _SlotView(self._keys, self._values, slots, entries_BW, end)
         return self.module.run_layer(index, tokens_BW, hidden_BWD, entries_BW + 1 + index, seen_BWL, view)
 
 
@@ -140,16 +141,24 @@ class _SlotView:
 
     keys: list[Tensor]
     values: list[Tensor]
-    slots_B: Tensor
+    slots: list[int]
     entries_BW: Tensor
-    end: int
+    end: int  # of the slots' entries that are looked at; a lone sequence's rows are the last of them
 
     def update(
         self, key_BHWD: Tensor, value_BHWD: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """As decoder layers of transformers call it."""
-        found = []
-        for buffer, new in ((self.keys[layer_idx], key_BHWD), (self.values[layer_idx], value_BHWD)):
-            buffer[self.slots_B[:, None], self.entries_BW] = new.transpose(1, 2).to(buffer.dtype)
-            found.append(buffer[self.slots_B, : self.end].transpose(1, 2).to(new.dtype))
-        return found[0], found[1]
+        pairs = ((self.keys[layer_idx], key_BHWD), (self.values[layer_idx], value_BHWD))
+        found = [self._kept(buffer, new.transpose(1, 2).to(buffer.dtype)).to(new.dtype) for buffer, new in pairs]
+        return found[0].transpose(1, 2), found[1].transpose(1, 2)
+
+    def _kept(self, buffer: Tensor, new_BWHD: Tensor) -> Tensor:
+        """[B, end, H, D] with the new entries written: of a lone sequence a view, of several a copy."""
+        if len(self.slots) == 1:
+            slot = buffer[self.slots[0]]
+            slot[self.end - new_BWHD.shape[1] : self.end] = new_BWHD[0]
+            return slot[None, : self.end]
+        slot_B = torch.tensor(self.slots, device=buffer.device)
+        buffer[slot_B[:, None], self.entries_BW] = new_BWHD
+        return buffer[slot_B, : self.end]

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from drafters.checkpoint import load_module, save_checkpoint
 from drafters.drafter_module import DrafterModule
+from drafters.formats import FormatError
 from drafters.formats.exchange import export_checkpoint, import_checkpoint
 from drafters.target import load_model, target_fingerprint
 from drafters.training_batch import TrainingBatch
@@ -86,3 +88,15 @@ def change(folder: Path, **values: Any) -> None:
         if value is None:
             del place[key]
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def refusal(source: Path, target: Path, folder: Path, values: dict[str, Any]) -> str:
+    """What the import of a source says whose config.json has these values instead; it is as before afterwards."""
+    config = (source / "config.json").read_text()
+    try:
+        change(source, **values)
+        with pytest.raises(FormatError) as caught:
+            imported(source, target, folder)
+    finally:
+        (source / "config.json").write_text(config)
+    return str(caught.value)

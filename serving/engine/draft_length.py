@@ -107,7 +107,7 @@ def _slope(first: np.ndarray, second: np.ndarray) -> float:
 
 
 @dataclass
-class _Probe:
+class _Trial:
     """A round that tries a number while drafting is off, and what it brings."""
 
     batch: int
@@ -133,7 +133,7 @@ class DraftLengthChooser:
         self._trees = trees  # a number is a tree's depth, and its nodes are chosen by `worth_verifying`
         self._calibration = Calibration()
         self._probed: int | None = None  # the number that this round tries
-        self._trial: _Probe | None = None  # the same while drafting is off, with what came of it
+        self._trial: _Trial | None = None  # the same while drafting is off, with what came of it
         self._profiles: dict[int, np.ndarray] = {}  # by depth, running mean of the confidence in a tree's nodes
         self._depth = 0  # of the trees that were asked for
         self.acceptance = PositionAcceptance()  # over all sequences: the prior of each
@@ -158,7 +158,7 @@ class DraftLengthChooser:
         self._rounds[batch] += 1
         self._probed, self._depth = number, max(best.lengths, default=0) if number is None else number
         if number is not None:
-            self._trial = _Probe(batch, number) if number and not any(best.lengths) else None
+            self._trial = _Trial(batch, number) if number and not any(best.lengths) else None
             return [number] * batch
         if any(best.lengths):
             self._probe_gap[batch] = min(self._probe_gap.get(batch, _PROBE_SOON), _PROBE_EVERY)

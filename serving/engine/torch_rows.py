@@ -130,12 +130,17 @@ class TorchRows:
             input_ids=ids_R[None],
             position_ids=positions_R[None],
             use_cache=False,
-            # 0 would mean all rows too, but not to layers that attend to others' keys
-            logits_to_keep=torch.arange(len(ids_R), device=ids_R.device) if logit_rows is None else logit_rows,
+            logits_to_keep=self._all_rows(ids_R) if logit_rows is None else logit_rows,
             slot_pass=slot_pass,
         )
         taps = [self._tapped.pop(layer) for layer in self.target_layer_ids if with_features]
         return RowsOutput(logits_NV=output.logits[0], features_RF=torch.cat(taps, dim=-1) if taps else None)
+
+    def _all_rows(self, ids_R: Tensor) -> int | Tensor:
+        """As transformers wants them named: 0, which costs nothing, but not where layers attend to others' keys: with a
+        number Gemma 4 cuts the rows of those, and what it cuts need not be there."""
+        shared = len(self._sources) < len(self._keys)
+        return torch.arange(len(ids_R), device=ids_R.device) if shared else 0
 
     def move_entries(self, moves: Sequence[Move]) -> None:
         """See `RowsBackend`. One gather and one scatter per buffer for all moves."""
