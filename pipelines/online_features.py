@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import ray.data
 
+from pipelines.arrivals import Arrivals, NothingCameError
 from pipelines.features import FeatureReader, FeatureTarget
 from pipelines.pack_source import Fetch
 from pipelines.ray_session import silence_ray_data
@@ -23,6 +25,7 @@ from pipelines.step_order import Chunk
 from pipelines.training_sequence import TrainingSequence
 
 START_DEADLINE_S = 900  # until the least number of target actors runs
+STALL_S = 1800.0  # longest wait for a chunk's features, as for a shard's rollouts
 NUMBER = "number"  # the column that tells which chunk of the asked-for ones a row is of
 
 
@@ -111,4 +114,9 @@ def _stream(items: list[dict[str, Any]], source: OnlineSource) -> Iterator[pa.Ta
         num_gpus=actors.gpus,
         resources=actors.resources or None,
     )
-    yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
+    batches = partial(dataset.iter_batches, batch_size=None, batch_format="pyarrow")
+    try:
+        with Arrivals(batches, timeout_s=STALL_S, ahead=1) as tables:
+            yield from tables
+    except NothingCameError as error:  # this run ends, and the next one goes on from its last state
+        raise RuntimeError(f"the target gave no features: {error}; see the Ray logs") from None

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,8 @@ def start_ray(num_cpus: int | None = None) -> None:
 
 def left_behind() -> bool:
     """Whether Ray has a note of a cluster on this machine that does not answer: it would wait for it for minutes."""
-    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     try:
-        host, _, port = (Path(folder) / "ray" / "ray_current_cluster").read_text().strip().rpartition(":")
+        host, _, port = note_of_cluster().read_text().strip().rpartition(":")
         number = int(port)
     except (OSError, ValueError):
         return False
@@ -60,6 +58,12 @@ def left_behind() -> bool:
     except OSError:
         return True
     return False
+
+
+def note_of_cluster() -> Path:
+    """Where Ray writes the address of the latest cluster of this machine; unlike Python it looks at no TEMP and TMP."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return Path(folder) / "ray" / "ray_current_cluster"
 
 
 def lacking_resource(need: Mapping[str, float]) -> tuple[str, float] | None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import Any
 
 import ray
 
+from pipelines.arrivals import Arrivals, NothingCameError
 from pipelines.cores import usable_cores
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.progress_board import ProgressBoard
@@ -177,28 +176,25 @@ def _results(
     actor: type[ShardGenerator] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Results in the order in which shards finish. Raises GenerateError when nothing moves for too long."""
-    arrived: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
     dataset = _dataset(context, items, board, actor or ShardGenerator)
-    thread = threading.Thread(target=_stream, args=(dataset, arrived), daemon=True)
-    thread.start()
+    rows = Arrivals(dataset.iter_rows, timeout_s=POLL_S)
     while True:
         try:
-            result = arrived.get(timeout=POLL_S)
-        except queue.Empty:
+            result = json.loads(next(rows)["result"])
+        except NothingCameError:
             _look(board, meter)
             if meter.idle_s > context.config.stall_timeout_s:
                 raise GenerateError(
                     f"no actor reported progress for {meter.idle_s:.0f} s; see the Ray logs, or raise stall_timeout_s"
                 ) from None
             continue
-        if result is None:
-            _look(board, meter)
-            return
-        if isinstance(result, Exception):
-            reason = (str(result).strip().splitlines() or [""])[-1]
+        except StopIteration:
+            return _look(board, meter)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[-1]
             raise GenerateError(
                 f"Ray could not run the shards ({reason}); finished shards are kept, run again"
-            ) from result
+            ) from error
         meter.take(result)
         yield result
         board.forget.remote(result["name"])
@@ -234,12 +230,3 @@ def _dataset(context: ShardContext, items: list[dict[str, str]], board: Any, act
     # Ray would grow the pool only for tasks queued before its actors, which there are none of here.
     dataset.context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0
     return dataset
-
-
-def _stream(dataset: Any, arrived: queue.Queue[Any]) -> None:
-    try:
-        for row in dataset.iter_rows():
-            arrived.put(json.loads(row["result"]))
-        arrived.put(None)
-    except Exception as error:
-        arrived.put(error)

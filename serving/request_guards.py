@@ -1,9 +1,11 @@
-"""What stands before the endpoints: the API keys that a request must carry one of, and the size of its body."""
+"""What stands before the endpoints: the API keys that a request must carry one of, and the limits of its body."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from serving.api_errors import ApiError
 from serving.page_routes import PAGE_PATHS
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
+BODY_DEADLINE_S = 60.0  # for all of it: a request takes a replica's place from its first byte on
 OPEN_PATHS = PAGE_PATHS | {"/health", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}  # without a key
 
 
@@ -76,7 +79,7 @@ def _path_in_app(scope: Scope) -> str:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large, by their announced length or as they come."""
+    """Refuses bodies that are too large, by their announced length or as they come, and those that do not end."""
 
     def __init__(self, app: ASGIApp, *, refused: Callable[[ApiError], JSONResponse]):
         self._app, self._refused = app, refused
@@ -91,11 +94,17 @@ class BodyLimit:
 
 
 def _limited(receive: Receive) -> Callable[[], Awaitable[Message]]:
-    received = 0
+    received, whole, deadline = 0, False, time.monotonic() + BODY_DEADLINE_S
 
     async def limited() -> Message:
-        nonlocal received
-        message = await receive()
+        nonlocal received, whole
+        if whole:  # then nothing but the client's leaving is waited for
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_DEADLINE_S:g} s; send it again") from None
+        whole = not message.get("more_body", False)
         received += len(message.get("body", b""))
         if received > MAX_BODY_BYTES:
             raise _too_large()

@@ -51,7 +51,8 @@ def run_app(config: ServeConfig) -> str:
     config = config.for_replicas()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        serve.start(http_options=HTTPOptions(host=config.host, port=config.port), proxy_location="HeadOnly")
+        http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=config.request_timeout_s)
+        serve.start(http_options=http, proxy_location="HeadOnly")
         target = serve.RunTarget(target=build(config), name=APP_NAME, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
         _wait_until_running(config)

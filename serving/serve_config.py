@@ -96,6 +96,7 @@ class ServeConfig(BaseModel):
     threads: Positive | None = None  # torch threads per replica; None: torch's choice
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # until the first replica must answer
     stall_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # longest wait of a request for its next token
+    request_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # of a whole answer, its wait for a replica included
     drain_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # running requests may finish when a replica stops
     page: bool = True  # a page for people at /
     api_key_file: str | None = None  # keys, one a line, of which a client must show one; on every node. None: no keys

@@ -151,6 +151,18 @@ def test_gguf_is_converted_once_and_whole(tmp_path: Path, toy_target_dir: Path, 
     assert len(calls) == 3
 
 
+def test_a_process_that_keeps_the_cache_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(target_source, "LOCK_DEADLINE_S", 0.05)
+    with (
+        target_source._locked(tmp_path / "lock"),
+        pytest.raises(TargetError, match="another process has held .*lock"),
+        target_source._locked(tmp_path / "lock"),
+    ):
+        pass
+    with target_source._locked(tmp_path / "lock"):
+        pass
+
+
 def test_file_that_is_no_gguf_model(tmp_path: Path):
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"not a model" * 50)

@@ -76,3 +76,13 @@ def test_a_cluster_that_was_killed_is_not_waited_for(calls, monkeypatch: pytest.
             (tmp_path / "ray" / "ray_current_cluster").write_text(text)
         ray_session.start_ray(num_cpus=4)
     assert calls[0].get("address") == ("local" if note == "silent" else None)
+
+
+def test_the_note_is_looked_for_where_ray_leaves_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from ray._common.utils import get_default_system_temp_dir
+
+    for name in ("RAY_TMPDIR", "TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("TMP", "TMPDIR", "RAY_TMPDIR"):  # each goes before the one before it, but for TMP, which is none of Ray's
+        monkeypatch.setenv(name, str(tmp_path / name))
+        assert ray_session.note_of_cluster() == Path(get_default_system_temp_dir()) / "ray" / "ray_current_cluster"

@@ -163,6 +163,26 @@ def test_a_body_that_grows_too_large_is_refused(served):
     assert "larger than" in response.json()["error"]["message"]
 
 
+def test_a_body_that_does_not_end_is_refused_and_an_answer_may_take_longer(served, monkeypatch):
+    monkeypatch.setattr(request_guards, "BODY_DEADLINE_S", 0.3)
+    never = asyncio.Event()
+
+    async def chunks():
+        yield b'{"model": '
+        await never.wait()
+
+    async def main():
+        async with served.http() as http:
+            headers = {"Content-Type": "application/json"}
+            half = await asyncio.wait_for(http.post("/v1/completions", content=chunks(), headers=headers), 30)
+            return half, await http.post("/v1/completions", json=TEXT | {"max_tokens": 200})
+
+    half, whole = run(main())
+    assert half.status_code == 408
+    assert "send it again" in half.json()["error"]["message"]
+    assert whole.status_code == 200
+
+
 def test_the_clients_exceptions_carry_the_parameter(served):
     with pytest.raises(openai.BadRequestError) as caught:
         run(served.client().chat.completions.create(**CHAT, n=0))
