@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.s3_server import S3Server, environment, free_ports
 from tests.toy_folder import save_toy_target
 
 # Toy models are too small to share among threads: one is as fast, and leaves the other cores to whoever needs them.
 torch.set_num_threads(1)
+
+# Hypothesis draws the same examples in every run, and does not count the time that an example takes.
+settings.register_profile("draftloop", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("draftloop")
 
 # Workers of the Ray cluster have the environment that it was started with; the server itself starts when it is needed.
 S3_PORTS = free_ports(5)

@@ -34,7 +34,7 @@ def test_scales_lie_row_by_row_as_little_endian_floats():
     assert encode_features(features, "int8", taps=2).data == bytes([127] * 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**20),
     shape=st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 6)),

@@ -45,7 +45,7 @@ def test_a_prompt_without_rounds_counts_for_neither():
         tau_gain(pairs[:3])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(pair_lists, st.integers(0, 2**32))
 def test_the_same_seed_gives_the_same_interval_and_a_swap_mirrors_it(pairs, seed):
     found = tau_gain(pairs, samples=SAMPLES, seed=seed)
@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_interval_and_a_swap_mirrors_it(pairs, seed
     assert (mirrored.low, mirrored.high) == (pytest.approx(-found.high), pytest.approx(-found.low))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(pair_lists)
 def test_a_gain_that_every_prompt_shows_alike_has_no_noise(pairs):
     """One token more in every round, however unlike the prompts are."""

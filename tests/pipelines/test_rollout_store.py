@@ -108,7 +108,7 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),

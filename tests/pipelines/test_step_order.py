@@ -43,7 +43,7 @@ def test_lanes_have_about_the_same_tokens():
         deal(chunks, 7)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(3, 40), min_size=6, max_size=40),
     lanes=st.integers(1, 3),

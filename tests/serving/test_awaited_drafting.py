@@ -122,7 +122,7 @@ def test_halves_take_turns_so_that_one_is_drafted_for_while_the_other_is_verifie
 fates = st.sampled_from(["now", "now", "now", "late", "error", "foreign", "short"])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(script=st.lists(fates, max_size=25), overlap=st.sampled_from(["off", "on"]))
 def test_whatever_becomes_of_the_answers_tokens_are_the_targets(script, overlap):
     engine = engine_with(Elsewhere(AlwaysRight(toy_model()), script), overlap=overlap)
