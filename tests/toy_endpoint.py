@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import httpx
 import openai
@@ -60,6 +61,18 @@ class Served:
 
     def text(self, ids: list[int]) -> str:
         return without_unfinished(self.target.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def paced(engine: Engine, pause_s: float = 0.05) -> Engine:
+    """Makes an engine's rounds slow, so that a test can act while they go on: 200 of them take ten seconds or more."""
+    step = engine.step
+
+    def slow_step():
+        time.sleep(pause_s)
+        return step()
+
+    engine.step = slow_step
+    return engine
 
 
 def run(coroutine):

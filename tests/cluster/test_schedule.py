@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from cluster.tau_base import Champion
 from cluster.trigger_sources import done_until
 from cluster.triggers import Sources, TriggerConfig
 from drafters.atomic_files import AtomicFolder
+from pipelines import run_lease
 from pipelines.run_lease import LeaseHeldError, RunLease, lease_record
 from pipelines.window_folder import BEGINNING
 from tests.cluster.test_job_submission import FakeJobs
@@ -334,7 +336,7 @@ def test_one_schedule_a_folder_and_it_ends_when_it_is_asked_to(world: World, mon
 
     monkeypatch.setattr("cluster.schedule.asked_to_stop", look)
     ask_to_stop(folder, "an earlier one's")  # which died before it could heed it
-    thread = threading.Thread(target=keep, args=(world, threading.Event()))
+    thread = threading.Thread(target=keep, args=(world, threading.Event()), daemon=True)
     thread.start()
     deadline = time.monotonic() + 30
     while len(looks) < 3 or not (seen := read_schedule(world.config.work)) or not seen.runs.startswith("schedule on "):
@@ -352,13 +354,15 @@ def test_one_schedule_a_folder_and_it_ends_when_it_is_asked_to(world: World, mon
     assert after.runs == "no"
 
 
-def test_a_second_schedule_is_told_of_the_first(world: World):
-    config = replace(world.config, lease_ttl_s=1.0)
-    with (
-        RunLease(schedule_folder(config.work), "the first", ttl_s=0.5),
-        pytest.raises(LeaseHeldError, match="the first"),
-    ):
-        keep_schedule(config, world.schedule._sources, world.jobs, world.heard.append, threading.Event())
+def test_a_second_schedule_is_told_of_the_first(world: World, monkeypatch: pytest.MonkeyPatch):
+    ended = threading.Event()
+    with RunLease(schedule_folder(world.config.work), "the first", ttl_s=600.0) as first:
+        # the first renews its lease whenever the second waits for a sign of life
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: first.renew())
+        monkeypatch.setattr(run_lease, "time", clock)
+        with pytest.raises(LeaseHeldError, match="the first"):
+            # a second one that did begin would end with its first line
+            keep_schedule(world.config, world.schedule._sources, world.jobs, say=lambda line: ended.set(), ended=ended)
 
 
 def test_a_damaged_state_is_named(world: World):

@@ -67,14 +67,18 @@ def names(registry: Registry) -> list[str]:
 
 
 def in_processes(work: Callable[[int], None], count: int) -> list[int | None]:
-    """Exit codes of processes that did this at the same time."""
+    """Exit codes of processes that did this at the same time; None of one that hangs, which is ended."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=work, args=(number,)) for number in range(count)]
     for process in processes:
         process.start()
+    codes = []
     for process in processes:
         process.join(timeout=60)
-    return [process.exitcode for process in processes]
+        codes.append(process.exitcode)
+        process.kill()
+        process.join()
+    return codes
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ def test_of_writers_that_expect_the_same_champion_one_wins(registry: Registry, d
     assert second is not None
     assert second.by == str(results.index(False) + 1)
     codes = in_processes(lambda number: os._exit(lost(4 * number + 1, second, "dd")), WRITERS)
-    assert sorted(code or 0 for code in codes) == [0] + [1] * (WRITERS - 1)
+    assert (codes.count(0), codes.count(1)) == (1, WRITERS - 1)
     assert [change.number for change in registry.history()] == [1, 2, 3]
 
 

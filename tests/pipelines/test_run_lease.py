@@ -11,16 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from drafters.atomic_files import AtomicFolder
+from pipelines import run_lease
 from pipelines.run_lease import CLOCKS_S, KEPT, LeaseHeldError, LeaseLostError, LeaseRecord, RunLease, lease_record
 from tests.s3_server import BUCKET
 
 ROOT = Path(__file__).parent.parent.parent
 CONTENDERS = 12
 LONG_S = 600.0  # nothing runs out within a test
+DEADLINE_S = 60.0
 SHORT_S = 0.6  # waited for in full where a holder is dead
 
 
@@ -48,16 +51,21 @@ def put(folder: AtomicFolder, record: LeaseRecord) -> None:
 
 def contend(folder: AtomicFolder, how_many: int = CONTENDERS) -> tuple[list[RunLease], list[LeaseHeldError]]:
     """Leases that contenders got, all of them trying at once, and what the others were told."""
-    start = threading.Barrier(how_many)
+    start, refused = threading.Barrier(how_many), list[LeaseHeldError]()
 
     def take(number: int) -> RunLease | LeaseHeldError:
-        # a third of it passes until those are told no who come after the winner's first record
-        lease = RunLease(folder, f"contender {number}", ttl_s=3.0)
-        start.wait()
+        lease = RunLease(folder, f"contender {number}", ttl_s=LONG_S)
+        start.wait(DEADLINE_S)
         try:
-            return lease.__enter__()
+            lease.__enter__()
         except LeaseHeldError as error:
+            refused.append(error)
             return error
+        deadline = time.monotonic() + DEADLINE_S
+        while len(refused) < how_many - 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            lease.renew()  # a sign of life for those who came after its first record
+        return lease
 
     with ThreadPoolExecutor(how_many) as threads:
         ended = list(threads.map(take, range(how_many)))
@@ -137,11 +145,14 @@ def test_a_holder_that_lives_keeps_it_and_leaves_few_records(folder: AtomicFolde
         assert len(folder.names("lease")) == KEPT
 
 
-def test_a_contender_who_sees_a_sign_of_life_is_told_who_holds_it(folder: AtomicFolder):
-    # its clock is five minutes slow, which is no reason to take it for dead
-    seen = dead(1, ttl_s=3.0, ago_s=CLOCKS_S)
+def test_a_contender_who_sees_a_sign_of_life_is_told_who_holds_it(
+    folder: AtomicFolder, monkeypatch: pytest.MonkeyPatch
+):
+    # older than its `ttl_s` by minutes: its clock may be slow, which is no reason to take it for dead
+    seen = dead(1, ttl_s=LONG_S, ago_s=LONG_S + CLOCKS_S / 2)
     put(folder, seen)
-    threading.Timer(0.5, lambda: put(folder, replace(seen, number=2))).start()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: put(folder, replace(seen, number=2)))
+    monkeypatch.setattr(run_lease, "time", clock)
     with pytest.raises(LeaseHeldError, match=r"is held by a dead run since .* UTC") as told, RunLease(folder, "late"):
         pass
     assert "\n" not in str(told.value)
@@ -180,7 +191,7 @@ def test_a_lease_that_cannot_be_renewed_counts_as_lost_before_others_take_it(
     with RunLease(folder, "cut off", ttl_s=SHORT_S) as lease:
         monkeypatch.setattr(AtomicFolder, "create", away)
         deadline = time.monotonic() + 30
-        while lease_holds(lease):
+        while lease_holds(lease) or not lease._trouble:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         with pytest.raises(LeaseLostError, match=r"could not be renewed for 0\.6 s \(the disk is gone\)"):
@@ -189,6 +200,7 @@ def test_a_lease_that_cannot_be_renewed_counts_as_lost_before_others_take_it(
         assert record is not None
         assert not record.released
         monkeypatch.undo()
+        lease.ttl_s = LONG_S  # of the next record, however slow the disk is
         lease.renew()  # nobody took it meanwhile
         lease.check()
 

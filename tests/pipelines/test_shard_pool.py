@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,9 @@ from pipelines import shard_pool
 from pipelines.generate_config import GenerateConfig, GenerateError
 from pipelines.shard_pool import GenerateProgress, Meter
 
-BETWEEN_S = 0.3  # two results
+BETWEEN_S = 0.3  # two results, by a clock of the test's own
 STALL_S = 0.8
+SHARD_ROWS = 3
 
 
 class LostBoard:
@@ -25,15 +26,29 @@ class LostBoard:
         return SimpleNamespace(remote=lambda *_: None)
 
 
+def wait(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
 class Results:
-    """In place of the dataset: shards that arrive one by one, the last after a longer pause."""
+    """In place of the dataset: shards that arrive one by one, the last after a longer pause.
+
+    The clock goes on once the driver has counted the shard before, and each shard comes after a look at the clock.
+    """
 
     def __init__(self, count: int, pause_s: float):
-        self.count, self.pause_s = count, pause_s
+        self.count, self.pause_s, self.now = count, pause_s, 0.0
+        self.seen: list[GenerateProgress] = []  # what the driver said, once after each look
 
     def iter_rows(self) -> Iterator[dict[str, str]]:
         for number in range(self.count):
-            time.sleep(self.pause_s if number == self.count - 1 else BETWEEN_S)
+            counted = SHARD_ROWS * number
+            wait(lambda counted=counted: (self.seen[-1].rows_done if self.seen else 0) == counted)
+            self.now += self.pause_s if number == self.count - 1 else BETWEEN_S
+            looks = len(self.seen)
+            wait(lambda looks=looks: len(self.seen) > looks)
             record = {"rows": 2, "rejected": [{}], "response_tokens": 5}
             yield {"result": json.dumps({"name": str(number), "record": record})}
 
@@ -42,13 +57,13 @@ def take_all(monkeypatch: pytest.MonkeyPatch, results: Results) -> list[Generate
     def lost(*_: Any, **__: Any) -> None:
         raise shard_pool.ray.exceptions.RayActorError
 
-    monkeypatch.setattr(shard_pool, "POLL_S", 0.05)
+    monkeypatch.setattr(shard_pool, "time", SimpleNamespace(monotonic=lambda: results.now))
+    monkeypatch.setattr(shard_pool, "POLL_S", 0.02)
     monkeypatch.setattr(shard_pool, "_dataset", lambda *_: results)
     monkeypatch.setattr(shard_pool.ray, "get", lost)
-    seen: list[GenerateProgress] = []
     context: Any = SimpleNamespace(config=GenerateConfig(stall_timeout_s=STALL_S))
-    list(shard_pool._results(context, [], LostBoard(), Meter(seen.append, rows_total=12, rows_before=0)))
-    return seen
+    list(shard_pool._results(context, [], LostBoard(), Meter(results.seen.append, rows_total=12, rows_before=0)))
+    return results.seen
 
 
 def test_a_lost_board_ends_no_run(monkeypatch: pytest.MonkeyPatch):

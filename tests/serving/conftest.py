@@ -25,7 +25,7 @@ def _slots_return(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(Engine, "__init__", noted)
     yield
-    deadline = time.monotonic() + 1.0  # an engine's own thread may be in the middle of a release
+    deadline = time.monotonic() + 30.0  # an engine's own thread may be in the middle of a release
     while not all(map(_whole, made)) and time.monotonic() < deadline:
         time.sleep(0.01)
     for engine in made:

@@ -14,6 +14,7 @@ from serving.engine.engine import Engine, EngineConfig, RequestError
 from serving.engine.sampling import Sampling
 from serving.engine.sequence import Progress
 from serving.engine.torch_rows import TorchRows
+from tests.toy_endpoint import paced
 from tests.toy_target import AlwaysRight, toy_model, toy_prompts
 
 DEADLINE_S = 60
@@ -67,7 +68,7 @@ def test_concurrent_streams_give_the_engines_tokens(served):
 
 
 def test_leaving_a_stream_frees_its_slot_within_a_round(served):
-    inner = toy_engine(num_slots=1)
+    inner = paced(toy_engine(num_slots=1))
     engine = served(inner)
 
     async def main():
@@ -83,7 +84,7 @@ def test_leaving_a_stream_frees_its_slot_within_a_round(served):
 
 
 def test_cancel_ends_a_stream_with_a_completion(served):
-    engine = served()
+    engine = served(paced(toy_engine()))
 
     async def main():
         stream = engine.stream([1, 2, 3], Sampling(max_new_tokens=200), request_id="mine")
@@ -104,7 +105,7 @@ def test_what_the_engine_refuses_is_told_to_the_caller(served):
 
 
 def test_a_full_queue_refuses(served):
-    engine = served(toy_engine(num_slots=1), max_waiting=1)
+    engine = served(paced(toy_engine(num_slots=1)), max_waiting=1)
 
     async def main():
         first = engine.stream([1], Sampling(max_new_tokens=200))
@@ -137,7 +138,7 @@ def failing_engine(failures: int) -> FailingEngine:
 
 def test_a_failed_round_fails_its_requests_and_not_the_next(served):
     inner = failing_engine(0)
-    engine = served(inner)
+    engine = served(paced(inner))
 
     async def main():
         streams = [engine.stream(p, Sampling(max_new_tokens=200)) for p in toy_prompts(3)]
@@ -182,10 +183,12 @@ def test_an_engine_that_keeps_failing_is_unhealthy_and_says_so(served):
 def test_a_token_that_never_comes_ends_the_wait(served):
     inner, gate = toy_engine(), threading.Event()
     engine = served(inner, stall_timeout_s=0.1)
-    engine.between_rounds(lambda _: gate.wait(5))
-    with pytest.raises(EngineError, match=r"no token came for 0\.1 s"):
-        run(collect(engine, [1], Sampling()))
-    gate.set()
+    engine.between_rounds(lambda _: gate.wait(DEADLINE_S))
+    try:
+        with pytest.raises(EngineError, match=r"no token came for 0\.1 s"):
+            run(collect(engine, [1], Sampling()))
+    finally:
+        gate.set()
 
 
 def test_closing_lets_running_requests_finish_and_takes_no_more(served):
@@ -206,7 +209,7 @@ def test_closing_lets_running_requests_finish_and_takes_no_more(served):
 
 
 def test_closing_at_once_fails_what_is_running(served):
-    engine = served()
+    engine = served(paced(toy_engine()))
 
     async def main():
         stream = engine.stream([1, 2], Sampling(max_new_tokens=250))

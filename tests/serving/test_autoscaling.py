@@ -18,6 +18,7 @@ from serving.engine.engine import Engine
 from serving.engine.sampling import Sampling
 from serving.engine.torch_rows import TorchRows
 from serving.serve_config import ServeConfig
+from tests.toy_endpoint import paced
 from tests.toy_target import toy_model, toy_prompts
 
 LIMITS = Limits(min_replicas=1, max_replicas=4, num_slots=8, ongoing=8, tokens=1000, queue_s=5.0, spare_fraction=0.25)
@@ -140,7 +141,7 @@ def test_a_replica_reports_its_engine_and_never_raises():
     prompts, sampling = toy_prompts(3, low=5, high=5), Sampling(max_new_tokens=200)
 
     async def main():
-        engine = AsyncEngine(Engine(TorchRows(toy_model(), num_slots=1, max_len=256)))
+        engine = AsyncEngine(paced(Engine(TorchRows(toy_model(), num_slots=1, max_len=256))))
         idle = await load_figures(engine)
         streams = [engine.stream(prompt, sampling) for prompt in prompts]
         others = [asyncio.create_task(anext(stream)) for stream in streams[1:]]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from serving.engine.sampling import Sampling
-from tests.toy_endpoint import CHAT, TEXT, Served, post, raw_request, run, until
+from tests.toy_endpoint import CHAT, TEXT, Served, paced, post, raw_request, run, until
 from tests.toy_target import RandomProposer
 
 SAMPLED = {"temperature": 0.9, "seed": 11, "max_tokens": 16}
@@ -68,7 +68,9 @@ def test_choices_of_several_prompts_stand_in_order_and_are_what_each_is_alone(se
 def test_greedy_choices_are_equal_and_without_a_seed_equal_prompts_part(served):
     greedy = post(served, "/v1/chat/completions", CHAT | {"n": 3}).json()
     assert len({choice["message"]["content"] for choice in greedy["choices"]}) == 1
-    free = post(served, "/v1/completions", {"model": "toy", "prompt": ["hello"] * 4, "temperature": 1}).json()
+    # long enough not to be alike by chance
+    body = TEXT | {"prompt": ["hello"] * 4, "temperature": 1, "max_tokens": 100}
+    free = post(served, "/v1/completions", body).json()
     assert len({choice["text"] for choice in free["choices"]}) == 4
 
 
@@ -124,6 +126,7 @@ def test_all_are_taken_or_none(toy_target_dir):
 @pytest.mark.parametrize(("stream", "hang_up_after"), [(True, 4), (False, 0)])
 def test_a_client_that_leaves_frees_every_slot(toy_target_dir, stream, hang_up_after):
     served = Served(toy_target_dir, num_slots=2, make_drafter=None)
+    paced(served.inner)
 
     async def main():
         await raw_request(served.app, CHAT | {"max_tokens": 200, "n": 4, "stream": stream}, hang_up_after, [])
@@ -138,6 +141,7 @@ def test_a_client_that_leaves_frees_every_slot(toy_target_dir, stream, hang_up_a
 def test_one_that_fails_ends_the_others(toy_target_dir):
     """One of them is dropped by the engine: nobody asked for half an answer."""
     served = Served(toy_target_dir, num_slots=2)
+    paced(served.inner)
 
     async def main():
         asked = asyncio.create_task(post_async(served, CHAT | {"max_tokens": 200, "n": 4}))

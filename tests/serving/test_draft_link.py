@@ -79,7 +79,7 @@ def test_an_answer_arrives_as_it_was_sent():
     assert decode_answer(encode_answer(SESSION, 9, [4], 0.0, None, "why")).error == "why"
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(frames=st.lists(st.binary(max_size=40), max_size=7), real=st.booleans(), at=st.integers(0, 5), cut=st.integers())
 def test_frames_that_are_none_are_refused_and_nothing_else_happens(frames, real, at, cut):
     if not real:
@@ -187,6 +187,14 @@ def test_over_the_link_a_drafter_drafts_as_in_the_process(serve, make, overlap):
     assert remote.stats.acceptance.tau == pytest.approx(local.stats.acceptance.tau, abs=0.1)
 
 
+def read_answers(engine: Engine, remote: RemoteDrafter) -> None:
+    """All that the drafter still owes, as an idle engine does."""
+    until = time.monotonic() + DEADLINE_S
+    while remote.oldest_ask() is not None and time.monotonic() < until:
+        engine.fetch_answers()
+    assert remote.oldest_ask() is None
+
+
 class Troubled:
     """A drafter that is right, and whose server misbehaves from its third request on."""
 
@@ -220,9 +228,12 @@ def broken(drafter: Troubled, request: DraftRequest) -> DraftReply:
 @pytest.mark.parametrize(("trouble", "reason"), [(slow, "deadline"), (broken, "drafter_error")])
 def test_a_slow_or_broken_drafter_changes_no_token(serve, trouble, reason):
     drafter = Troubled(trouble)
-    engine = drafter.engine = engine_with(serve(drafter), deadline_s=1.0)
+    remote = serve(drafter)
+    # one wait takes all of it where the drafter is slow
+    engine = drafter.engine = engine_with(remote, deadline_s=3.0 if trouble is slow else DEADLINE_S)
     assert answers_of(engine) == plain()
     assert engine.stats.fallbacks[reason] == 1
+    read_answers(engine, remote)  # the one that is late
     more = engine.generate(PROMPTS, Sampling(max_new_tokens=20))
     assert all(c.acceptance.tau == 4 for c in more)
 
@@ -255,7 +266,7 @@ def test_what_answers_wrongly_is_counted_and_changes_no_token(link, context):
     thread.start()
     remote = RemoteDrafter(link, PEER, SESSION, info_of(drafter))
     wait_for_peer(remote)
-    engine = engine_with(remote, deadline_s=5.0)
+    engine = engine_with(remote)
     assert answers_of(engine) == plain()
     stop.set()
     thread.join(DEADLINE_S)
@@ -277,7 +288,7 @@ def test_a_peer_that_is_gone_costs_one_wait_at_most_and_its_successor_takes_over
     server.add("first", drafter)
     remote = RemoteDrafter(link, b"first", "first", info_of(drafter))
     wait_for_peer(remote)
-    engine = engine_with(remote, deadline_s=0.05, keep_history=True)
+    engine = engine_with(remote, deadline_s=3.0, keep_history=True)
     engine.add(PROMPTS[0], Sampling(max_new_tokens=40))
     engine.step()
     engine.step()
@@ -303,10 +314,7 @@ def test_an_idle_engine_is_made_to_read_what_was_answered(serve):
     engine.step()
     assert not engine.has_work
     assert remote.oldest_ask() is not None
-    until = time.monotonic() + DEADLINE_S
-    while remote.oldest_ask() is not None and time.monotonic() < until:
-        engine.fetch_answers()
-    assert remote.oldest_ask() is None
+    read_answers(engine, remote)
     again = engine.generate(PROMPTS[:1], Sampling(max_new_tokens=40))[0]
     assert again.acceptance.tau == 4
 

@@ -235,11 +235,12 @@ def test_many_threads_and_instances_at_once():
         rows = native(model, num_threads=num_threads)
         wrong.extend(i for i in range(5) if not torch.equal(step(rows, (0, 0, ids)), want))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 2, 5)]
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in (1, 2, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert not wrong
 
 

@@ -77,6 +77,7 @@ def test_a_registry_that_is_away_is_told_later_and_the_replica_does_not_wait():
     champion = change(2, "bad", "old")
     guard, _ = with_bad_champion(registry, champion, Taken(number=1, version="old"))
     assert registry.done.wait(30)
+    wait(lambda: not guard._teller.is_alive())
     assert len(registry.asked) == 3
     asked = registry.asked[-1]
     assert (asked["expected"], asked["to"], asked["by"]) == (champion, None, "draftloop serve, app app")
