@@ -5,6 +5,7 @@ Used by the test of the disaggregated endpoint and by the benchmarks that distur
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -28,13 +29,21 @@ FAST_DEATH = {  # a node's death is noticed within seconds
     "RAY_health_check_failure_threshold": "4",
 }
 DEADLINE_S = 120.0
+PORT_RANGE = range(22_760, 30_000)  # systems hand out ports from 32,768 on, Ray its workers' below 20,000
+_PLACES = itertools.count(97 * os.getpid())  # processes that begin together look in different places
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on: another one at each call, none that others are handed before it is used."""
+    for place in itertools.islice(_PLACES, len(PORT_RANGE)):
+        port = PORT_RANGE[place % len(PORT_RANGE)]
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port")
 
 
 def wait(condition: Callable[[], Any], what: str, every_s: float = 0.2) -> None:
@@ -79,9 +88,13 @@ class ServeCluster:
                 "dashboard_agent_listen_port": free_port(),
             },
         )
-        self.cluster.add_node(num_cpus=2, resources={"target_node": 1})
-        self.drafter_node = self.add_drafter_node()
-        self.cluster.wait_for_nodes(timeout=60)
+        try:
+            self.cluster.add_node(num_cpus=2, resources={"target_node": 1})
+            self.drafter_node = self.add_drafter_node()
+            self.cluster.wait_for_nodes(timeout=60)
+        except BaseException:
+            self.close()
+            raise
         self.address, self.port = f"http://127.0.0.1:{port}", free_port()
         self.base_url = f"http://127.0.0.1:{self.port}/v1"
         self._file = folder / "serve.yaml"

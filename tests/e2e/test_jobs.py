@@ -19,7 +19,7 @@ from benchmarks.serve_cluster import free_port, quick_to_notice_deaths
 from cluster.job_submission import Job, RayJobs, submit_once
 from pipelines.rollout_store import open_rollouts
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 DEADLINE_S = 240.0
 
@@ -38,10 +38,14 @@ class Jobs:
                 "dashboard_agent_listen_port": free_port(),  # it starts jobs; another cluster here may have the usual
             },
         )
-        self.target_nodes = [self._target_node(), self._target_node()]
-        self.cluster.wait_for_nodes(timeout=60)
         self.address = f"http://127.0.0.1:{port}"
-        self.client = JobSubmissionClient(self.address)
+        try:
+            self.target_nodes = [self._target_node(), self._target_node()]
+            self.cluster.wait_for_nodes(timeout=60)
+            self.client = JobSubmissionClient(self.address)
+        except BaseException:
+            self.cluster.shutdown()
+            raise
 
     def _target_node(self) -> Any:
         return self.cluster.add_node(num_cpus=2, resources={"target_node": 2})

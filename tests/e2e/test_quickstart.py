@@ -13,7 +13,7 @@ from cluster.quickstart import quickstart
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_quickstart_twice(ray_cluster, tmp_path, toy_target_dir):
     said = []
     with socket.socket() as taken:  # a port in use does not end the quickstart: it takes another

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ from serving.engine.sampling import Sampling
 from tests.serving.test_replica import save_untrained_drafter
 from tests.toy_folder import save_toy_target
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 NUM_TOKENS, DEADLINE_S = 400, 90.0
 REQUESTS: list[dict[str, Any]] = [
@@ -36,6 +36,15 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
+def answered(look: Callable[[], Any]) -> Any:
+    """What a look at the endpoint finds, once it finds something."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := look()) in (None, {}):
+        assert time.monotonic() < deadline, "the endpoint does not answer"
+        time.sleep(0.2)
+    return found
+
+
 class Endpoint(ServeCluster):
     """With a toy target, and clients that know what it should say."""
 
@@ -43,10 +52,10 @@ class Endpoint(ServeCluster):
         self.target = save_toy_target(folder / "apart", max_position_embeddings=2048, eos_token_id=None)
         self.first = save_untrained_drafter(folder / "first", self.target)
         args = {"num_slots": 4, "max_len": 1024, "threads": 1, "adapt_draft_length": False}
-        limits = {"draft_deadline_s": 0.5, "hang_timeout_s": 3.0}
+        limits = {"draft_deadline_s": 0.5, "hang_timeout_s": 8.0}
         paths = {"target": str(self.target), "drafter": str(self.first)}
-        super().__init__(folder, paths | args | {"disaggregated": limits})
         self.expected = self._plain()
+        super().__init__(folder, paths | args | {"disaggregated": limits})
 
     def _plain(self) -> list[str]:
         target = load_target(str(self.target))
@@ -96,6 +105,13 @@ class Endpoint(ServeCluster):
             for future in asking:
                 future.result(DEADLINE_S)
 
+    def card(self) -> dict[str, Any]:
+        """Of an endpoint that is there: a slow answer is waited for."""
+        return answered(super().card)
+
+    def swaps(self) -> float:
+        return float(answered(lambda: self.metric("drafter_swaps_total")))
+
     def drafts(self) -> bool:
         return self.ask(0)[1]["rounds"] > 0
 
@@ -104,10 +120,12 @@ class Endpoint(ServeCluster):
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     with quick_to_notice_deaths():
         endpoint = Endpoint(tmp_path_factory.mktemp("endpoint"))
-        endpoint.deploy(str(endpoint.first))
-        wait(endpoint.card, "the endpoint does not answer")
-        yield endpoint
-        endpoint.close()
+        try:
+            endpoint.deploy(str(endpoint.first))
+            wait(lambda: endpoint.get("/v1/models"), "the endpoint does not answer")
+            yield endpoint
+        finally:
+            endpoint.close()
 
 
 def test_on_two_nodes_they_give_the_tokens_of_one_process(endpoint: Endpoint):
@@ -132,10 +150,10 @@ def test_a_swap_leaves_streams_as_they_are_and_a_bad_one_is_refused(endpoint: En
         *((each, "other", "taps layers") for each in others),  # loaded beside the one at work, then of no use
         (endpoint.first, "first", None),
     ):
-        swaps = endpoint.metric("drafter_swaps_total") or 0
+        swaps = endpoint.swaps()
         with endpoint.traffic():
             endpoint.deploy(str(drafter))
-        wait(lambda swaps=swaps: (endpoint.metric("drafter_swaps_total") or 0) > swaps, str(drafter))
+        wait(lambda swaps=swaps: endpoint.swaps() > swaps, str(drafter))
         assert (endpoint.card()["last_swap_refused"] is None) == (refused is None)
         assert Path(endpoint.card()["path"]).name == served
         assert (refused or "") in (endpoint.card()["last_swap_refused"] or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import openai
 import pytest
 import ray
 
+from benchmarks.serve_cluster import free_port
 from drafters.registry import Registry
 from serving.rollout_guard import NAMESPACE, RemoteGuard
 from serving.serve_app import APP_NAME, run_app, shutdown
@@ -21,12 +21,6 @@ from tests.toy_echo import save_echo_target, save_one_token_drafter
 pytestmark = pytest.mark.ray
 
 TOKENS, STREAMS, DEADLINE_S = 150, 4, 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait(condition: Callable[[], object], what: str) -> None:
