@@ -169,13 +169,13 @@ def test_killed_board_starts_again(
 
 
 class WaitsForAnother(ShardGenerator):
-    """Notes its process, and holds the first shard until another actor has noted its own, or for 40 s."""
+    """Notes its process, and holds the first shard until another actor has noted its own, or for 100 s."""
 
     def _generate(self, name, rows):
         seen = Path(self.context.output).parent / "pids"
         seen.mkdir(exist_ok=True)
         (seen / str(os.getpid())).touch()
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 100  # short of stall_timeout_s
         while name == shard_name(0, SHARDS) and len(list(seen.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         return super()._generate(name, rows)

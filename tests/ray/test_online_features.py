@@ -18,14 +18,14 @@ CHUNKS = 8
 
 
 class NotesItsProcess:
-    """In place of the features: a chunk's number. The first chunk is held until another actor has begun, or 40 s."""
+    """In place of the features: a chunk's number. The first chunk is held until another actor has begun, or 100 s."""
 
     def __init__(self, source: OnlineSource):
         self.seen = Path(source.rollouts[0])
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         (self.seen / str(os.getpid())).touch()
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 100
         while 0 in batch[NUMBER].to_pylist() and len(list(self.seen.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         return batch.select([NUMBER])

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,13 +74,15 @@ def test_a_run_on_s3_gives_the_bytes_of_a_local_one(s3_server: S3Server, local: 
 def away_once(server: S3Server, folder: str, ending: str) -> Iterator[None]:
     """Take the server away for some seconds as soon as a file with this ending lies in the folder."""
     events: list[str] = []
+    fs, over = server.filesystem(), threading.Event()
 
     def disturb() -> None:
         deadline = time.monotonic() + 300  # of a machine that is busy
-        while time.monotonic() < deadline:
-            if any(name.endswith(ending) for name in server.filesystem().find(folder)):
-                break
-            time.sleep(0.05)
+        while time.monotonic() < deadline and not over.is_set():
+            with suppress(Exception):  # a look that failed; there is another one
+                if any(name.endswith(ending) for name in fs.find(folder)):
+                    break
+            over.wait(0.05)
         else:
             return
         server.stop()
@@ -89,12 +91,13 @@ def away_once(server: S3Server, folder: str, ending: str) -> Iterator[None]:
         server.start()
         events.append("started")
 
-    thread = threading.Thread(target=disturb)
+    thread = threading.Thread(target=disturb, daemon=True)
     thread.start()
     try:
         yield
         assert events, "it was over before the server went away"
     finally:
+        over.set()
         thread.join(timeout=120)
     assert events == ["stopped", "started"]
 
