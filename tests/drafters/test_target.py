@@ -155,7 +155,7 @@ def test_a_process_that_keeps_the_cache_is_not_waited_for_without_end(tmp_path: 
     monkeypatch.setattr(target_source, "LOCK_DEADLINE_S", 0.05)
     with (
         target_source._locked(tmp_path / "lock"),
-        pytest.raises(TargetError, match="another process has held .*lock"),
+        pytest.raises(TargetError, match=r"another process has held .*lock"),
         target_source._locked(tmp_path / "lock"),
     ):
         pass

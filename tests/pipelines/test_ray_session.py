@@ -83,6 +83,10 @@ def test_the_note_is_looked_for_where_ray_leaves_it(monkeypatch: pytest.MonkeyPa
 
     for name in ("RAY_TMPDIR", "TMPDIR", "TEMP", "TMP"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("TMP", "TMPDIR", "RAY_TMPDIR"):  # each goes before the one before it, but for TMP, which is none of Ray's
+    for name in (
+        "TMP",
+        "TMPDIR",
+        "RAY_TMPDIR",
+    ):  # each goes before the one before it, but for TMP, which is none of Ray's
         monkeypatch.setenv(name, str(tmp_path / name))
         assert ray_session.note_of_cluster() == Path(get_default_system_temp_dir()) / "ray" / "ray_current_cluster"

@@ -153,7 +153,8 @@ def test_the_times_of_a_request_by_hand(monkeypatch):
     metrics = RequestMetrics("toy")
     with metrics.request() as record:
         for clock.now, admitted_at, tokens in ((12.0, 11.0, 1), (15.0, None, 5), (16.0, None, 5), (20.0, None, 6)):
-            record.progress(Progress("r", [], 0, admitted_at=admitted_at), prompt_tokens=3, num_tokens=tokens)
+            progress = Progress(request_id="r", token_ids=[], num_accepted=0, admitted_at=admitted_at)
+            record.progress(progress, prompt_tokens=3, num_tokens=tokens)
         clock.now = 21.0
         record.finished("length")
     counts = metrics.of_version(None)

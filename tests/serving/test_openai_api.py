@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from serving import request_guards
 from serving.engine.sampling import Sampling
 from serving.engine.sampling_defaults import SamplingDefaults
 from serving.request_guards import MAX_BODY_BYTES
@@ -191,6 +192,7 @@ def test_the_clients_exceptions_carry_the_parameter(served):
 
 def test_models_health_and_metrics(served):
     async def main():
+        await served.client().chat.completions.create(**CHAT)  # something to count
         async with served.http() as http:
             paths = ("/v1/models", "/v1/models/toy", "/v1/models/no/such", "/health", "/metrics", "/openapi.json")
             return [await http.get(path) for path in paths], await served.client().models.list()
