@@ -18,7 +18,8 @@ FILES = sorted((Path(__file__).parents[2] / "cluster" / "serve").glob("*.yaml"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_deploy_file_is_read_as_it_is_meant(file):
-    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text())).applications
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text()))
+    (application,) = schema.applications
     module, builder = application.import_path.split(":")
     build = getattr(importlib.import_module(module), builder)
     assert inspect.signature(build).parameters["config"].annotation is ServeConfig
@@ -26,6 +27,8 @@ def test_a_deploy_file_is_read_as_it_is_meant(file):
     assert (config.disaggregated is not None) == (module == "serving.disaggregated")
     (deployment,) = application.deployments
     assert deployment.name == "Replica"
+    # `draftloop serve` gives it from its configuration, `serve deploy` from the file
+    assert schema.http_options.request_timeout_s == config.request_timeout_s
     assert LiveConfig.model_validate(deployment.user_config).drafter == (FOLLOW if config.registry else config.drafter)
     assert file.name in file.read_text().splitlines()[0], "its first line says how to deploy it"
 
